@@ -1,0 +1,122 @@
+"""Whether a peer's process still lives."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A process: where it runs (host), its number there, and when it started (clock ticks)."""
+
+    host: str
+    pid: int
+    start: int
+
+    def lives(self) -> bool:
+        """False once the process has ended; only asked of processes of this host. About 10 us."""
+        if sys.platform != "linux":
+            try:
+                os.kill(self.pid, 0)
+            except ProcessLookupError:
+                return False
+            return True
+        try:
+            state, start = _state_and_start(self.pid)
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        # A process number is used again; the pair (number, start) is not. Z and X have ended.
+        return start == self.start and state not in "ZX"
+
+
+def _state_and_start(pid: int) -> tuple[str, int]:
+    # The name in the second field may hold spaces and brackets: count from the last bracket.
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], int(fields[19])
+
+
+@cache
+def _host() -> str:
+    """A name that two processes share exactly when they can see each other's process numbers."""
+    if sys.platform != "linux":
+        return f"{uuid.getnode():x}"
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
+
+
+def identify() -> Identity:
+    """The identity of the calling process."""
+    start = _state_and_start(os.getpid())[1] if sys.platform == "linux" else 0
+    return Identity(_host(), os.getpid(), start)
+
+
+class Heartbeats:
+    """Tells which ranks of other hosts have gone silent, by counters in the store.
+
+    A thread raises this rank's counter every `BEAT_S`; a rank whose counter has not moved for
+    `SILENT_S` counts as lost. Processes of one host are asked of the kernel instead (`lives`).
+    """
+
+    BEAT_S = 0.5
+    SILENT_S = 4.0
+
+    def __init__(self, store: Store, rank: int, remote: list[int]) -> None:
+        self._store = store.clone()  # type: ignore[attr-defined]  # a connection of its own: a blocked one must not delay beats
+        self._rank = rank
+        self._seen = {r: (-1, time.monotonic()) for r in remote}
+        self._looked = 0.0
+        self._stop = threading.Event()
+        self._count = 0
+        self._store.set(f"beat/{rank}", "0")
+        # The thread must not keep the counters alive: they stop with their owner.
+        beat = weakref.WeakMethod(self._beat)
+        self._thread = threading.Thread(target=_keep_beating, args=(beat, self._stop), daemon=True)
+        self._thread.start()
+
+    def _beat(self) -> None:
+        self._count += 1
+        self._store.set(f"beat/{self._rank}", str(self._count))
+
+    def silent(self) -> int | None:
+        """A remote rank that has gone silent, or None."""
+        now = time.monotonic()
+        if now - self._looked >= self.BEAT_S:
+            self._looked = now
+            for r, (count, _) in self._seen.items():
+                if self._store.check([f"beat/{r}"]):
+                    new = int(self._store.get(f"beat/{r}"))
+                    if new != count:
+                        self._seen[r] = (new, now)
+        return next((r for r, (_, at) in self._seen.items() if now - at > self.SILENT_S), None)
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stop.set()
+
+    def __del__(self) -> None:
+        self._stop.set()
+
+
+def _keep_beating(beat: weakref.WeakMethod[Callable[[], None]], stop: threading.Event) -> None:
+    while not stop.wait(Heartbeats.BEAT_S):
+        call = beat()
+        if call is None:
+            return
+        try:
+            call()
+        except RuntimeError:  # the store ended with the job
+            return
+        del call
