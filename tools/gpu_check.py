@@ -70,7 +70,9 @@ def environment() -> dict[str, str]:
     sources = [str(ROOT / "shared" / "src"), *map(str, sorted(ROOT.glob("packages/*/src")))]
     found = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     before = [p for p in found.get("PYTHONPATH", "").split(os.pathsep) if p]
-    return {**found, "PYTHONPATH": os.pathsep.join([*sources, *before])}
+    found["PYTHONPATH"] = os.pathsep.join([*sources, *before])
+    found.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # unset, Triton 3.9 warns at each launch
+    return found
 
 
 def gpu_test_files() -> list[str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import keyword
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -44,6 +45,10 @@ def create(name: str, root: Path = ROOT) -> Path:
             text = path.read_text()
             text = text.replace(NAME, name).replace("template-system", name.replace("_", "-"))
             path.write_text(text)
+    # Imports are sorted by name, and the name is new.
+    for words in (["check", "--quiet", "--select", "I", "--fix"], ["format", "--quiet"]):
+        command = [sys.executable, "-m", "ruff", *words, "--config", str(ROOT / "pyproject.toml")]
+        subprocess.run([*command, str(building)], check=True)
     building.rename(target)
     return target
 
