@@ -104,19 +104,20 @@ def steps(limit_s: float) -> Iterator[Outcome]:
 
 
 def machine() -> dict[str, Any]:
-    """The device, and the versions that matter to it."""
+    """The device, this machine, and the versions that matter to it."""
     import torch
-    import triton
+
+    sys.path[:0] = environment()["PYTHONPATH"].split(os.pathsep)
+    from septet_shared import experiment
 
     device = torch.cuda.get_device_properties(0)
     return {
         "device": device.name,
         "memory_bytes": device.total_memory,
         "multiprocessors": device.multi_processor_count,
-        "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "triton": triton.__version__,
-        "python": sys.version.split()[0],
+        **experiment.machine(),
+        **experiment.versions(),
     }
 
 
@@ -131,20 +132,18 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("no CUDA device: `make test` checks what a CPU can check", file=sys.stderr)
         return 2
-    started = time.time()
-    outcomes = []
+    record: dict[str, Any] = {"date": time.time(), "machine": machine(), "steps": []}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     for outcome in steps(options.limit_s):
-        outcomes.append(outcome)
+        record["steps"].append(asdict(outcome))
         print(f"{outcome.step}: {outcome.state}, {outcome.seconds:.0f} s, {len(outcome.rows)} rows")
         if outcome.tail:
             print(outcome.tail)
-        record = {"machine": machine(), "date": started, "steps": [asdict(o) for o in outcomes]}
         # After each step: a machine that is taken away leaves what was found until then.
         partial = options.out.with_suffix(".partial")
         partial.write_text(json.dumps(record, indent=1))
         partial.replace(options.out)
-    return 1 if any(o.state == "failed" for o in outcomes) else 0
+    return 1 if any(step["state"] == "failed" for step in record["steps"]) else 0
 
 
 if __name__ == "__main__":

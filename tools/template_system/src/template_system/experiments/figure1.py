@@ -21,6 +21,7 @@ SCALES = {
     "cpu": Sweep(rows=[1024, 4096], columns=256),
 }
 PAPER: list[dict[str, Any]] = []
+FIGURES = ("bytes_moved", "largest_error")
 
 
 def run(sweep: Sweep) -> Iterator[dict[str, Any]]:
