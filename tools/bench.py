@@ -21,9 +21,10 @@ from typing import Any
 
 from environment import ROOT, members
 from reproduce import end_group
+from septet_shared._whole_files import write_whole
 from septet_shared.experiment import machine, progress, versions
 from septet_shared.experiment.commands import print_json, print_table
-from septet_shared.experiment.results import show, write_whole
+from septet_shared.experiment.results import show
 
 KEYS = (
     *("name", "variant", "peer", "ratio", "ratio_low", "ratio_high"),

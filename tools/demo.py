@@ -18,9 +18,10 @@ from typing import Any
 
 from environment import ROOT
 from reproduce import System, run_verb, systems
+from septet_shared._whole_files import write_whole
 from septet_shared.experiment import machine, versions
 from septet_shared.experiment.commands import print_table
-from septet_shared.experiment.results import show, write_whole
+from septet_shared.experiment.results import show
 
 TEMPLATE = Path(__file__).with_name("demo.html")
 

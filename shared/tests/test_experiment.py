@@ -28,7 +28,7 @@ from septet_shared.experiment import (
     terminal,
     user_errors,
 )
-from septet_shared.experiment.results import plain, show, write_whole
+from septet_shared.experiment.results import plain, show
 
 
 def test_importing_it_brings_no_heavy_package():
@@ -334,14 +334,6 @@ def test_a_plot_that_fails_leaves_no_file(toy, tmp_path):
     with pytest.raises(ValueError, match="no ink"):
         run_experiment(toy(table2=broken), "table2", "smoke").write(tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_a_failed_write_keeps_what_was_there(tmp_path, monkeypatch):
-    path = write_whole(tmp_path / "a.json", "old")
-    monkeypatch.setattr("pathlib.Path.replace", lambda *_: (_ for _ in ()).throw(OSError("full")))
-    with pytest.raises(OSError, match="full"):
-        write_whole(path, "new")
-    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("a.json", "old")]
 
 
 # Plots

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from septet_shared.testing import compile_package, poison
 
+from septet_shared.testing import compile_package, poison
 from template_system import scale_rows
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
-from septet_shared.testing import assert_no_worse_than
 
+from septet_shared.testing import assert_no_worse_than
 from template_system import reference, scale_rows
 
 SHAPES = [(0, 3), (1, 1), (5, 0), (7, 65), (16, 100)]

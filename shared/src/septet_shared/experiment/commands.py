@@ -7,10 +7,12 @@ from pathlib import Path
 from traceback import extract_tb
 from typing import TYPE_CHECKING, Annotated, Any
 
+from septet_shared._whole_files import write_whole
+
 from . import plot
 from .claims import Claim, Demo
 from .doctor import doctor, versions
-from .results import Result, experiments, plain, run_experiment, show, write_whole
+from .results import Result, experiments, plain, run_experiment, show
 from .terminal import USER_ERRORS, say, user_errors
 
 if TYPE_CHECKING:

@@ -64,8 +64,8 @@ def svg(result: Result) -> str:
 
 def _render(result: Result, kind: str, **options: Any) -> bytes:
     import matplotlib as mpl
-    from cycler import cycler
     from matplotlib.figure import Figure
+    from matplotlib.rcsetup import cycler
 
     style: Any = {
         **_STYLE,

@@ -7,15 +7,15 @@ import importlib
 import io
 import json
 import math
-import os
 import pkgutil
-import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
+
+from septet_shared._whole_files import write_whole
 
 from .claims import KINDS, Claim, Experiment, Row, Rows, Sweep
 from .doctor import machine, versions
@@ -306,21 +306,6 @@ def plain(value: Any) -> Any:
 def plain_number(value: Any) -> Any:
     """A number of numpy or torch as Python's own; anything else as it is."""
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
-
-
-def write_whole(path: Path, data: str | bytes) -> Path:
-    """`path`, holding `data`: complete, or as it was before."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data.encode() if isinstance(data, str) else data)
-        Path(name).chmod(0o644)  # mkstemp makes it private
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-    return path
 
 
 def _is_nested(value: Any) -> bool:
