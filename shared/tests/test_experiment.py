@@ -471,11 +471,12 @@ def test_only_the_first_rank_shows_progress(monkeypatch):
 
 
 @pytest.mark.parametrize("error", [ValueError, FileNotFoundError, ModuleNotFoundError])
-def test_a_users_mistake_is_one_line_and_exit_code_2(capsys, error):
+def test_a_users_mistake_is_shown_as_it_is_with_exit_code_2(capsys, error):
     with pytest.raises(SystemExit) as ended, user_errors():
-        raise error("rank must be in [0, 4);\n got [/red] 7 " + "x" * 200)
+        raise error("rank must be in [0, 4); got [/red] 7 " + "x" * 200 + "\npip install a")
     assert ended.value.code == 2
-    assert capsys.readouterr().err == f"rank must be in [0, 4); got [/red] 7 {'x' * 200}\n"
+    shown = f"rank must be in [0, 4); got [/red] 7 {'x' * 200}\npip install a\n"
+    assert capsys.readouterr().err == shown
 
 
 def test_an_error_of_ours_keeps_its_traceback():

@@ -142,7 +142,8 @@ def _reproduce(package: str, name: str, scale: str, out: Path, as_json: bool) ->
             files = result.write(out / package)
         except USER_ERRORS as error:  # the others still run
             where = extract_tb(error.__traceback__)[-1]
-            say(f"{one}: {error} ({Path(where.filename).name}:{where.lineno})", style="bold red")
+            place = f"{Path(where.filename).name}:{where.lineno}"
+            say(f"{one} ({place}): {error}", style="bold red")
             code = 2
             continue
         rows += [{"experiment": one, **row} for row in result.rows]

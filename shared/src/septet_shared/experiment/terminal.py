@@ -64,7 +64,7 @@ def _display() -> Progress:
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """A user's mistake (ValueError, OSError, ModuleNotFoundError) as one red line and exit code 2.
+    """A user's mistake (ValueError, OSError, ModuleNotFoundError) as its red text and exit code 2.
 
     A context manager and a decorator for the verbs of a command (under `@app.command()`); other
     errors are ours and keep their traceback.
@@ -77,9 +77,7 @@ def user_errors() -> Iterator[None]:
 
 
 def say(text: str, style: str = "") -> None:
-    """One line on standard error, whatever `text` contains."""
+    """`text` on standard error, as it is: its last line may be a command to copy."""
     from rich.console import Console
 
-    Console(stderr=True).print(
-        " ".join(text.split()), style=style, markup=False, highlight=False, soft_wrap=True
-    )
+    Console(stderr=True).print(text, style=style, markup=False, highlight=False, soft_wrap=True)

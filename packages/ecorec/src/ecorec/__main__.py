@@ -1,0 +1,5 @@
+"""`python -m ecorec` is the command `ecorec`."""
+
+from ecorec.cli import app
+
+app(prog_name="ecorec")
