@@ -14,6 +14,7 @@ import mmap
 import os
 import tempfile
 import uuid
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,7 +43,7 @@ class Participants(Protocol):
 class SharedPages:
     """One rank's pages, mapped here: `.buffer` (bytes), `.address`, `.nbytes`.
 
-    `.descriptor` is open only when it was asked for (a file lock needs one).
+    `.descriptor` is open only when it was asked for (a file lock needs one), as long as this lives.
     """
 
     buffer: mmap.mmap
@@ -50,8 +51,11 @@ class SharedPages:
     descriptor: int | None = None
     address: int = field(init=False)
     _export: object = field(init=False, repr=False)
+    _let_go: Callable[[], object] | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
+        if self.descriptor is not None:
+            self._let_go = weakref.finalize(self, os.close, self.descriptor)
         # Exporting the buffer pins the mapping: it cannot be unmapped under a live address.
         self._export = ctypes.c_char.from_buffer(self.buffer)
         self.address = ctypes.addressof(self._export)
@@ -59,9 +63,9 @@ class SharedPages:
     def close(self) -> None:
         """Unmap. Pages that a tensor still looks at are unmapped when the last tensor dies."""
         self._export = None
-        if self.descriptor is not None:
-            os.close(self.descriptor)
-            self.descriptor = None
+        self.descriptor = None
+        if self._let_go is not None:
+            self._let_go()
         with contextlib.suppress(BufferError):
             self.buffer.close()
 
@@ -72,7 +76,11 @@ def _map(fd: int, nbytes: int) -> mmap.mmap:
 
 def _anonymous(nbytes: int) -> tuple[int, bytes]:
     fd = os.memfd_create("septet", os.MFD_CLOEXEC)
-    os.ftruncate(fd, nbytes)
+    try:
+        os.ftruncate(fd, nbytes)
+    except BaseException:
+        os.close(fd)
+        raise
     return fd, f"{os.getpid()}:{fd}:{os.fstat(fd).st_ino}".encode()
 
 
@@ -90,19 +98,17 @@ def _named(nbytes: int) -> tuple[int, bytes]:
     folder = folder if os.access(folder, os.W_OK) else Path(tempfile.gettempdir())
     path = folder / f"septet-{os.getpid()}-{uuid.uuid4().hex}"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    os.ftruncate(fd, nbytes)
+    try:
+        os.ftruncate(fd, nbytes)
+    except BaseException:
+        os.close(fd)
+        path.unlink()
+        raise
     return fd, str(path).encode()
 
 
 def _open_named(token: bytes) -> int:
     return os.open(token, os.O_RDWR | os.O_CLOEXEC)
-
-
-def own_pages(nbytes: int) -> SharedPages:
-    """Pages of `nbytes` zeros that this process shares with nobody, descriptor open."""
-    with tempfile.TemporaryFile() as file:
-        file.truncate(nbytes)
-        return SharedPages(_map(file.fileno(), nbytes), nbytes, os.dup(file.fileno()))
 
 
 def share(
@@ -121,7 +127,7 @@ def share(
         OSError: neither way of sharing works here.
         RankError: a rank was lost meanwhile.
 
-    Cost: one descriptor and one mapping a rank while opening; mappings only, afterwards.
+    Cost: one mapping a rank and the descriptor that Python keeps with it.
     """
     if nbytes < 1:
         raise ValueError(f"nbytes must be at least 1; got {nbytes}")
@@ -132,33 +138,41 @@ def share(
         ways.insert(0, ("anonymous", _anonymous, _open_anonymous))
     failures: list[str] = []
     for way, create, open_token in ways:
-        fd, token = create(nbytes)
-        opened: list[int] = []
+        descriptors: list[int] = []
+        pages: list[SharedPages] = []
+        tokens: list[bytes] = []
+        # Whatever goes wrong on one rank is told to all: none may wait for it.
+        problem = token = b""
         try:
+            try:
+                fd, token = create(nbytes)
+                descriptors.append(fd)
+            except (OSError, OverflowError) as error:
+                problem = f"rank {ranks.rank}: {error}".encode()
             ranks.set_key(f"{name}/{way}/{ranks.rank}", token)
             keys = [f"{name}/{way}/{r}" for r in range(ranks.size)]
             tokens = ranks.wait_keys(keys, f"share {name}")
-            problem = b""
             try:
-                for r, peer_token in enumerate(tokens):
-                    opened.append(os.dup(fd) if r == ranks.rank else open_token(peer_token))
-            except OSError as error:
+                for r, peer_token in enumerate(tokens if all(tokens) else []):
+                    own = r == ranks.rank
+                    descriptors.append(os.dup(descriptors[0]) if own else open_token(peer_token))
+                    mapped = _map(descriptors[-1], nbytes)
+                    kept = os.dup(descriptors[-1]) if keep_descriptors else None
+                    pages.append(SharedPages(mapped, nbytes, kept))
+            except (OSError, ValueError) as error:  # ValueError: a peer's pages are smaller
                 problem = f"rank {ranks.rank}: {error}".encode()
             # Nobody lets go of the descriptor that others open before all have opened it.
             ranks.set_key(f"{name}/{way}/opened/{ranks.rank}", problem)
             keys = [f"{name}/{way}/opened/{r}" for r in range(ranks.size)]
             problems = [p.decode() for p in ranks.wait_keys(keys, f"share {name}") if p]
             if not problems:
-                kept = [os.dup(o) if keep_descriptors else None for o in opened]
-                return [
-                    SharedPages(_map(o, nbytes), nbytes, k)
-                    for o, k in zip(opened, kept, strict=True)
-                ]
+                return pages
             failures += problems
         finally:
-            for o in [fd, *opened]:
-                os.close(o)
+            for descriptor in descriptors:
+                os.close(descriptor)
             if way == "named":
-                with contextlib.suppress(OSError):
-                    Path(token.decode()).unlink()
+                for path in filter(None, [token, *tokens]):  # also that of a rank that was killed
+                    with contextlib.suppress(OSError):
+                        Path(path.decode()).unlink()
     raise OSError("these ranks cannot share memory: " + "; ".join(failures))

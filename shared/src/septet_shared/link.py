@@ -16,6 +16,7 @@ no tree is emulated.
 from __future__ import annotations
 
 import fcntl
+import math
 import re
 import struct
 import threading
@@ -30,8 +31,9 @@ from typing import TYPE_CHECKING, Literal, overload
 import torch
 from torch import Tensor
 
-from septet_shared._shared_pages import SharedPages, own_pages, share
-from septet_shared.ranks import Ranks, Work
+from septet_shared._shared_pages import SharedPages, share
+from septet_shared.ranks import Ranks, RankTimeout, Work
+from septet_shared.ranks.session import TICK_S
 from septet_shared.ranks.work import OrderedThread
 
 if TYPE_CHECKING:
@@ -42,9 +44,7 @@ _UNITS = {"kbit": 1e3 / 8, "mbit": 1e6 / 8, "gbit": 1e9 / 8, "tbit": 1e12 / 8}
 
 # A rank's page: its buckets, its counters, the link's present specification (on rank 0's page), and
 # where its latest departures end: a receiver looks up the sender's.
-_BUCKETS = struct.Struct(
-    "<2d"
-)  # egress, ingress: when each is free, seconds of the monotonic clock
+_BUCKETS = struct.Struct("<2d")  # egress, ingress: when each is free, monotonic clock
 _COUNTERS = struct.Struct("<2q2d")  # bytes sent, bytes received, egress busy, ingress busy
 _SPEC = struct.Struct("<2d?")  # bytes per second, latency, duplex
 _DEPARTURE = struct.Struct("<Qd")  # key, when the last byte leaves
@@ -70,7 +70,11 @@ class LinkSpec:
     duplex: bool = True
 
     def __post_init__(self) -> None:
-        if not self.bytes_per_s > 0:
+        try:
+            positive = self.bytes_per_s > 0
+        except TypeError:
+            positive = False
+        if not positive:
             raise ValueError(f"rate must be above 0; got {self.rate!r}")
         if not 0 <= self.latency_s < 60:
             raise ValueError(f"latency_s must be in [0, 60); got {self.latency_s}")
@@ -80,7 +84,7 @@ class LinkSpec:
         """The rate in bytes per second."""
         if not isinstance(self.rate, str):
             return float(self.rate)
-        found = re.fullmatch(r"\s*([0-9.]+)\s*([kmgt]bit)\s*(?:/s)?\s*", self.rate.lower())
+        found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([kmgt]bit)\s*(?:/s)?\s*", self.rate.lower())
         if not found:
             raise ValueError(f"rate must be like '100mbit' or bytes per second; got {self.rate!r}")
         return float(found[1]) * _UNITS[found[2]]
@@ -99,8 +103,8 @@ class EmulatedLink:
         self._ranks = ranks
         self._pages = pages
         self._index = {world: rank for rank, world in enumerate(ranks.session.members)}
-        alone = ranks.family.ranks_per_machine is None
-        self._machines = list(range(ranks.size)) if alone else list(ranks.machines)
+        alone = ranks.family.machines is None
+        self._machines = range(ranks.size) if alone else ranks.machines
         self._locks = [threading.Lock() for _ in pages]
         self._thread = OrderedThread(f"link-{ranks.rank}")
         if ranks.rank == 0:
@@ -171,11 +175,12 @@ class EmulatedLink:
             async_op: return a Work at once.
 
         Raises:
-            ValueError: shapes or dtypes do not fit.
+            ValueError: shapes or dtypes do not fit, or the heap is of other ranks.
+            PeerLost: `rank` ended before its rows had come.
 
         Cost: one gather; n rows on the link when `rank` is on another emulated machine.
         """
-        source = heap.peer(t, rank)
+        source = self._peer(heap, t, rank)
         _check_rows(t, index, out, "out")
         return self._one_sided(
             lambda: _gather(source, index, out), rank, self._ranks.rank, out.nbytes, async_op
@@ -217,10 +222,10 @@ class EmulatedLink:
 
         The owner learns of it through a channel's signal, sent after this has completed.
         """
-        target = heap.peer(t, rank)
+        target = self._peer(heap, t, rank)
         _check_rows(t, index, rows, "rows")
         return self._one_sided(
-            lambda: target.index_copy_(0, index, rows),
+            lambda: _scatter(target, index, rows),
             self._ranks.rank,
             rank,
             rows.nbytes,
@@ -231,8 +236,10 @@ class EmulatedLink:
 
     def depart(
         self, session: Session, bytes_out: Sequence[int], bytes_in: Sequence[int]
-    ) -> Callable[[], None] | None:
-        """Reserve the link for an exchange that starts now; call what is returned once data moved.
+    ) -> Callable[[str], None] | None:
+        """Reserve the link for an exchange that starts; call what is returned once data moved.
+
+        It returns when the exchange is over (its argument is the name in errors).
 
         Args:
             session: the group that exchanges; its members must be members of `emulate`'s ranks.
@@ -243,19 +250,22 @@ class EmulatedLink:
         remote = [self._machines[p] != self._machines[me] for p in peers]
         if not any(remote):
             return None
-        session.moves += 1
-        key = zlib.crc32(session.name.encode()) << 32 | session.moves & 0xFFFFFFFF
+        number, starts = session.next_move()
+        key = zlib.crc32(session.name.encode()) << 32 | number & 0xFFFFFFFF
         out = sum(n for n, r in zip(bytes_out, remote, strict=True) if r)
         into = sum(n for n, r in zip(bytes_in, remote, strict=True) if r)
-        leaves, arrives = self._reserve(me, out, into)
+        leaves, arrives = self._reserve(me, out, into, starts)
         page = self._pages[me].buffer
         with self._locks[me]:
             _DEPARTURE.pack_into(page, _place(key), key, leaves)
-        senders = [p for p, r, n in zip(peers, remote, bytes_in, strict=True) if r and n]
+        senders = [i for i, (r, n) in enumerate(zip(remote, bytes_in, strict=True)) if r and n]
 
-        def hold() -> None:
-            ends = [self._departure(sender, key) for sender in senders]
-            _sleep_until(max(leaves, arrives, *ends) + self._spec()[1])
+        def hold(op: str) -> None:
+            latency_s = self._spec()[1]
+            sent = {i: self._departure(peers[i], key) + latency_s for i in senders}
+            _sleep_until(
+                max(leaves + latency_s, arrives + latency_s, *sent.values()), session, op, sent
+            )
 
         return hold
 
@@ -283,18 +293,17 @@ class EmulatedLink:
             finally:
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
 
-    def _reserve(self, rank: int, out: int, into: int) -> tuple[float, float]:
-        """When the last byte has left, and the last has come in, of a transfer that starts now."""
+    def _reserve(self, rank: int, out: int, into: int, starts: float) -> tuple[float, float]:
+        """When the last byte has left, and the last has come in, of a transfer that starts then."""
         rate, _, duplex = self._spec()
         page = self._pages[rank].buffer
         with self._locked(rank):
-            now = time.monotonic()
             egress, ingress = _BUCKETS.unpack_from(page, 0)
             if duplex:
-                egress = max(now, egress) + out / rate if out else egress
-                ingress = max(now, ingress) + into / rate if into else ingress
+                egress = max(starts, egress) + out / rate if out else egress
+                ingress = max(starts, ingress) + into / rate if into else ingress
             elif out or into:
-                egress = ingress = max(now, egress) + (out + into) / rate
+                egress = ingress = max(starts, egress) + (out + into) / rate
             _BUCKETS.pack_into(page, 0, egress, ingress)
             sent, received, out_s, in_s = _COUNTERS.unpack_from(page, _COUNTERS_AT)
             _COUNTERS.pack_into(
@@ -305,29 +314,39 @@ class EmulatedLink:
                 out_s + out / rate,
                 in_s + into / rate,
             )
-        return (egress if out else now), (ingress if into else now)
+        return (egress if out else starts), (ingress if into else starts)
 
     def _departure(self, sender: int, key: int) -> float:
         found, end = _DEPARTURE.unpack_from(self._pages[sender].buffer, _place(key))
         return float(end) if found == key else 0.0  # overwritten: over a thousand exchanges ago
 
+    def _peer(self, heap: SymmetricHeap, t: Tensor, rank: int) -> Tensor:
+        if (heap.rank, heap.size) != (self._ranks.rank, self._ranks.size):
+            raise ValueError(
+                f"heap must be of the ranks of this link (rank {self._ranks.rank} of "
+                f"{self._ranks.size}); got rank {heap.rank} of {heap.size}"
+            )
+        return heap.peer(t, rank)
+
     def _one_sided(
         self, copy: Callable[[], Tensor], sender: int, receiver: int, nbytes: int, async_op: bool
     ) -> Tensor | Work[Tensor]:
-        until = 0.0
+        until, other = 0.0, sender if receiver == self._ranks.rank else receiver
         if self._machines[sender] != self._machines[receiver]:
-            leaves, _ = self._reserve(sender, nbytes, 0)
-            _, arrives = self._reserve(receiver, 0, nbytes)
+            starts = time.monotonic()
+            leaves, _ = self._reserve(sender, nbytes, 0, starts)
+            _, arrives = self._reserve(receiver, 0, nbytes, starts)
             until = max(leaves, arrives) + self._spec()[1]
 
         def transfer() -> Tensor:
-            result = copy()
-            _sleep_until(until)
+            with torch.no_grad():
+                result = copy()
+            _sleep_until(until, self._ranks.session, "one-sided copy", {other: until})
             return result
 
         if async_op or self._thread.busy:
             future: Future[Tensor] = self._thread.submit(transfer)
-            work = Work(future, "one-sided copy", self._ranks.timeout_s)
+            work = Work(future, "one-sided copy")
             return work if async_op else work.wait()
         return transfer()
 
@@ -352,10 +371,7 @@ def emulate(ranks: Ranks, spec: LinkSpec) -> Iterator[EmulatedLink]:
     if ranks.family.find_link() is not None:
         raise ValueError("these ranks have an emulated link already; use its change()")
     ranks.agree(spec, "the emulated link")
-    if ranks.size == 1:
-        yield EmulatedLink(ranks, spec, [own_pages(_PAGE_BYTES)])
-        return
-    turn = ranks.session.moves = ranks.session.moves + 1
+    turn = ranks._cache["links"] = ranks._cache.get("links", 0) + 1
     pages = share(ranks, _PAGE_BYTES, f"link{turn}", keep_descriptors=True)
     link = EmulatedLink(ranks, spec, pages)
     ranks.barrier("emulate a link")
@@ -363,15 +379,30 @@ def emulate(ranks: Ranks, spec: LinkSpec) -> Iterator[EmulatedLink]:
     try:
         yield link
     finally:
-        ranks.family.link = None
-        for page in pages:
-            page.close()
+        ranks.family.link = None  # its pages go with the last Work and the last who asks for bytes
 
 
 def _gather(source: Tensor, index: Tensor, out: Tensor) -> Tensor:
     if out.is_contiguous():
         return torch.index_select(source, 0, index, out=out)
     return out.copy_(source.index_select(0, index))
+
+
+def _scatter(target: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+    # Torch copies a row element by element: as words, bytes take an eighth of the time.
+    width = math.prod(target.shape[1:])
+    row_bytes, starts = (
+        width * target.element_size(),
+        target.storage_offset() * target.element_size(),
+    )
+    if target.is_contiguous() and row_bytes and row_bytes % 8 == 0 and starts % 8 == 0:
+        source = rows.contiguous()
+        if source.storage_offset() * source.element_size() % 8:
+            source = source.clone()
+        words = [x.view(len(x), width).view(torch.int64) for x in (target, source)]
+        words[0].index_copy_(0, index, words[1])
+        return target
+    return target.index_copy_(0, index, rows)
 
 
 def _place(key: int) -> int:
@@ -390,6 +421,16 @@ def _check_rows(t: Tensor, index: Tensor, rows: Tensor, name: str) -> None:
         )
 
 
-def _sleep_until(moment_s: float) -> None:
+def _sleep_until(moment_s: float, session: Session, op: str, sent: dict[int, float]) -> None:
+    """Sleep; raise PeerLost when a peer ends before `sent[peer]`, when its last byte is here."""
+    started = time.monotonic()
+    if moment_s - started > session.timeout_s:
+        message = (
+            f"{op}: the emulated link needs {moment_s - started:.1f} s for it, more than the "
+            f"time-out of {session.timeout_s:.1f} s"
+        )
+        raise RankTimeout(message, op=op)
     while (left := moment_s - time.monotonic()) > 0:
-        time.sleep(left)
+        time.sleep(min(left, TICK_S))
+        now = time.monotonic()
+        session.check_alive(op, now - started, [r for r, at in sent.items() if now < at])

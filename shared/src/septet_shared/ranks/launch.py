@@ -2,12 +2,13 @@
 
 The processes are forked by a server that has imported torch and nothing else, so a rank starts in
 milliseconds and inherits neither the caller's OpenMP threads nor its locks. They end with the
-caller: the kernel kills a rank whose server has gone, and the server goes with the caller.
+caller: the kernel kills a rank, and what it has forked, when the caller's end of a pipe closes.
 """
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
+import fcntl
 import importlib
 import importlib.util
 import io
@@ -30,7 +31,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from septet_shared.ranks.errors import PeerLost, RankError, RankTimeout
-from septet_shared.ranks.group import Ranks
+from septet_shared.ranks.group import SLACK_S, Ranks, check_options
 
 if TYPE_CHECKING:
     from septet_shared.link import LinkSpec
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _GRACE_S = 1.0  # after one rank failed, how long the others may still report
-_PR_SET_PDEATHSIG = 1
+_LEAVE_S = 5.0  # how long a rank that has returned may take to leave
+_WAIT_S = 60.0  # the longest that ranks wait for one another
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def run(
 
     Cost: about 2 s for the first call of a process, 50 ms a rank afterwards.
     """
-    _check(fn, size, device, timeout_s, threads_per_rank)
+    _check(fn, size, device, timeout_s, threads_per_rank, ranks_per_machine, link)
     master = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     module, file = _source(fn)
     job = _Job(
@@ -114,6 +116,7 @@ def run(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "septet_shared.ranks"])
     ranks: list[_Rank] = []
+    done = False
     try:
         for rank in range(size):
             ours, theirs = context.Pipe()
@@ -123,36 +126,58 @@ def run(
             process.start()
             theirs.close()
             ranks.append(_Rank(process, ours))
-        return _collect(ranks, timeout_s)
+        results = _collect(ranks, timeout_s)
+        done = True
+        return results
     finally:
         for r in ranks:
             r.pipe.close()  # a rank that has reported waits for this before it leaves
+        deadline = time.monotonic() + (_LEAVE_S if done else 0.0)
         for r in ranks:
-            if r.outcome is None:
-                r.process.kill()
-        for r in ranks:
-            r.process.join(2.0)
-            if r.process.is_alive():
-                r.process.kill()
-                r.process.join()
-            r.process.close()
+            r.process.join(max(0.0, deadline - time.monotonic()))
+            _kill(r.process)
+
+
+def _kill(process: ForkServerProcess) -> None:
+    """End a rank that still lives; also what it has forked, unless it returned."""
+    assert process.pid is not None
+    if process.exitcode != 0:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()  # it may not have made its process group yet
+    process.join()
+    process.close()
 
 
 def _check(
-    fn: Callable[..., Any], size: int, device: str, timeout_s: float, threads_per_rank: int
+    fn: Callable[..., Any],
+    size: int,
+    device: str,
+    timeout_s: float,
+    threads_per_rank: int,
+    ranks_per_machine: int | None,
+    link: LinkSpec | None,
 ) -> None:
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise RuntimeError(
+            "run was called while a rank imports the script that called it; put the call under "
+            "`if __name__ == '__main__':`"
+        )
     if not callable(fn):
         raise ValueError(f"fn must be callable; got {fn!r}")
-    if size < 1:
-        raise ValueError(f"size must be at least 1; got {size}")
+    for name, count in (("size", size), ("threads_per_rank", threads_per_rank)):
+        if not isinstance(count, int) or count < 1:
+            raise ValueError(f"{name} must be an integer of at least 1; got {count!r}")
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device must be 'cpu' or 'cuda'; got {device!r}")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device 'cuda' was asked for, but torch finds no CUDA device")
-    if not timeout_s > 0:
-        raise ValueError(f"timeout_s must be above 0; got {timeout_s}")
-    if threads_per_rank < 1:
-        raise ValueError(f"threads_per_rank must be at least 1; got {threads_per_rank}")
+    check_options(timeout_s, ranks_per_machine)
+    if link is not None:
+        from septet_shared.link import LinkSpec
+
+        if not isinstance(link, LinkSpec) or device != "cpu":
+            raise ValueError(f"link must be a LinkSpec, and device 'cpu'; got {link!r}, {device!r}")
 
 
 def _source(fn: Callable[..., Any]) -> tuple[str, str | None]:
@@ -173,23 +198,21 @@ def _pickle(fn: Callable[..., Any], args: tuple[Any, ...], link: LinkSpec | None
 def _collect(ranks: list[_Rank], timeout_s: float) -> list[Any]:
     """Results of all ranks, or the failure that caused the others."""
     deadline = time.monotonic() + timeout_s
-    failed_at: float | None = None
     failures: list[RankError] = []
     waiting = dict(enumerate(ranks))
     while waiting:
-        now = time.monotonic()
-        end = deadline if failed_at is None else min(deadline, failed_at + _GRACE_S)
-        if now >= end:
+        left = deadline - time.monotonic()
+        if left <= 0:
             break
-        by_pipe = {r.pipe: rank for rank, r in waiting.items()}
-        for pipe in wait(list(by_pipe), end - now):
-            rank = by_pipe[pipe]  # type: ignore[index]
-            outcome = _receive(rank, ranks[rank])
-            ranks[rank].outcome = outcome
-            del waiting[rank]
-            if outcome[0] == "error":
-                failures.append(outcome[1])
-                failed_at = failed_at or time.monotonic()
+        # Its process too: what it has forked may hold a dead rank's end of the pipe open.
+        ready = wait([x for r in waiting.values() for x in (r.pipe, r.process.sentinel)], left)
+        for rank, r in list(waiting.items()):
+            if r.pipe in ready or r.process.sentinel in ready:
+                del waiting[rank]
+                r.outcome = _receive(rank, r)
+                if r.outcome[0] == "error":
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+                    failures.append(r.outcome[1])
     if failures:
         # A rank that lost its peer, or was told of an abort, is a consequence where another is not.
         primary = [f for f in failures if not getattr(f, "consequence", False)]
@@ -203,12 +226,18 @@ def _collect(ranks: list[_Rank], timeout_s: float) -> list[Any]:
 
 def _receive(rank: int, r: _Rank) -> tuple[str, Any]:
     try:
+        if not r.pipe.poll(0):
+            raise EOFError
         kind, value, consequence = pickle.loads(r.pipe.recv_bytes())
     except (EOFError, ConnectionError):
         r.process.join(2.0)
         code = r.process.exitcode
         how = f"killed by {signal.Signals(-code).name}" if code and code < 0 else f"exit {code}"
-        return "error", PeerLost(f"rank {rank} died: {how}", rank=rank, op="run")
+        message = f"rank {rank} died: {how}; what it wrote to standard error may say why"
+        return "error", PeerLost(message, rank=rank, op="run")
+    except Exception as error:  # noqa: BLE001 - whatever the result's class raises
+        message = f"the result of rank {rank} does not unpickle: {type(error).__name__}: {error}"
+        return "error", RankError(message, rank=rank, op="run")
     if kind == "error":
         value.consequence = consequence
     return kind, value
@@ -218,8 +247,8 @@ def _receive(rank: int, r: _Rank) -> tuple[str, Any]:
 
 
 def _rank_main(rank: int, job: _Job, pipe: Connection) -> None:
-    _die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller is interrupted, and ends the ranks
+    _end_with_caller()
+    os.environ.clear()
     os.environ.update(job.environment)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     ranks: Ranks | None = None
@@ -235,14 +264,15 @@ def _rank_main(rank: int, job: _Job, pipe: Connection) -> None:
 
             with emulate(ranks, link):
                 result = fn(ranks, *args)
-        ranks.session.finish()
         message = pickle.dumps(("result", result, False))
+        ranks.session.finish()
     except BaseException as error:  # noqa: BLE001 - every failure is the caller's to see
         message = _failure(rank, error)
         if ranks is not None and not isinstance(error, RankError):
             ranks.abort(error, "run")
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # None, gone, closed
+            stream.flush()
     try:
         pipe.send_bytes(message)
         # Peers may still read from this rank's connections: leave when the caller has all results.
@@ -253,16 +283,15 @@ def _rank_main(rank: int, job: _Job, pipe: Connection) -> None:
 
 def _join(rank: int, job: _Job) -> Ranks:
     store = TCPStore("127.0.0.1", job.port, is_master=False)
-    wait_s = min(job.timeout_s, 60.0)
+    wait_s = min(job.timeout_s, _WAIT_S)
     backend = "gloo"
     if job.device == "cuda":
         backend = "cpu:gloo,cuda:nccl"
         local = rank % torch.cuda.device_count()
         os.environ["LOCAL_RANK"] = str(local)
         torch.cuda.set_device(local)
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=job.size, timeout=timedelta(seconds=wait_s)
-    )
+    limit = timedelta(seconds=wait_s + SLACK_S)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=job.size, timeout=limit)
     return Ranks.world(job.device, wait_s, job.ranks_per_machine)
 
 
@@ -273,7 +302,8 @@ def _failure(rank: int, error: BaseException) -> bytes:
     raised = RankError(named, rank=rank, op="run")
     if isinstance(error, RankError):
         who = rank if error.rank is None else error.rank
-        raised = type(error)(named, rank=who, op=error.op, waited_s=error.waited_s)
+        kind = next(k for k in type(error).__mro__ if k.__module__ == RankError.__module__)
+        raised = kind(named, rank=who, op=error.op, waited_s=error.waited_s)
     consequence = isinstance(error, PeerLost) or type(error) is RankError
     return pickle.dumps(("error", raised, consequence))
 
@@ -299,9 +329,16 @@ def _import(module: str, file: str | None) -> None:
     spec.loader.exec_module(made)
 
 
-def _die_with_parent() -> None:
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == 1:  # the server went before the kernel was asked
+def _end_with_caller() -> None:
+    """Lead a process group, and have the kernel kill it when the caller is gone."""
+    os.setpgid(0, 0)  # also: Ctrl-C is the caller's, which then ends the ranks
+    multiprocessing.current_process().daemon = False  # a rank may have children, even ranks
+    caller = multiprocessing.parent_process()
+    assert caller is not None
+    if sys.platform == "linux":
+        pipe = caller.sentinel
+        fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpid())
+        fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+    if not caller.is_alive():  # it went before the kernel was asked
         os._exit(1)

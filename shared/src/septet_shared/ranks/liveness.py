@@ -33,6 +33,8 @@ class Identity:
                 os.kill(self.pid, 0)
             except ProcessLookupError:
                 return False
+            except PermissionError:  # another user's: it lives
+                return True
             return True
         try:
             state, start = _state_and_start(self.pid)
@@ -67,47 +69,51 @@ class Heartbeats:
     """Tells which ranks of other hosts have gone silent, by counters in the store.
 
     A thread raises this rank's counter every `BEAT_S`; a rank whose counter has not moved for
-    `SILENT_S` counts as lost. Processes of one host are asked of the kernel instead (`lives`).
+    `SILENT_S` counts as lost, also one that lives but holds Python's global lock all that time.
+    Processes of one host are asked of the kernel instead (`lives`).
     """
 
     BEAT_S = 0.5
-    SILENT_S = 4.0
+    SILENT_S = 3.5
 
     def __init__(self, store: Store, rank: int, remote: list[int]) -> None:
-        self._store = store.clone()  # type: ignore[attr-defined]  # a connection of its own: a blocked one must not delay beats
+        # A connection of its own: a blocked one must not delay beats.
+        self._store = store.clone()  # type: ignore[attr-defined]
         self._rank = rank
-        self._seen = {r: (-1, time.monotonic()) for r in remote}
+        self._seen = {r: (b"", time.monotonic()) for r in remote}
         self._looked = 0.0
-        self._stop = threading.Event()
         self._count = 0
-        self._store.set(f"beat/{rank}", "0")
+        self.meeting = 0  # which meeting this rank has come to; beats tell the others
+        self.notice = b""  # of a rank that aborted the group
+        self._beat()
         # The thread must not keep the counters alive: they stop with their owner.
-        beat = weakref.WeakMethod(self._beat)
-        self._thread = threading.Thread(target=_keep_beating, args=(beat, self._stop), daemon=True)
-        self._thread.start()
+        stop, beat = threading.Event(), weakref.WeakMethod(self._beat)
+        thread = threading.Thread(target=_keep_beating, args=(beat, stop), daemon=True)
+        thread.start()
+        end_with(self, stop.set, thread)
 
     def _beat(self) -> None:
         self._count += 1
-        self._store.set(f"beat/{self._rank}", str(self._count))
+        self._store.set(f"beat/{self._rank}", f"{self._count} {self.meeting}")
+        if self._store.check(["abort"]):
+            self.notice = self._store.get("abort")
 
-    def silent(self) -> int | None:
-        """A remote rank that has gone silent, or None."""
+    def silent(self) -> list[int]:
+        """Remote ranks that have gone silent."""
         now = time.monotonic()
         if now - self._looked >= self.BEAT_S:
             self._looked = now
-            for r, (count, _) in self._seen.items():
-                if self._store.check([f"beat/{r}"]):
-                    new = int(self._store.get(f"beat/{r}"))
-                    if new != count:
-                        self._seen[r] = (new, now)
-        return next((r for r, (_, at) in self._seen.items() if now - at > self.SILENT_S), None)
+            for r, (beat, _) in self._seen.items():
+                if beat or self._store.check([f"beat/{r}"]):
+                    latest = self._store.get(f"beat/{r}")
+                    if latest != beat:
+                        self._seen[r] = (latest, now)
+        return [r for r, (_, at) in self._seen.items() if now - at > self.SILENT_S]
 
-    def stop(self) -> None:
-        """End the thread."""
-        self._stop.set()
-
-    def __del__(self) -> None:
-        self._stop.set()
+    def behind(self, meeting: int) -> list[int]:
+        """Remote ranks whose latest beat says that they have not come to this meeting."""
+        at = {r: int((beat.split() or [b"0"])[-1]) for r, (beat, _) in self._seen.items()}
+        return [r for r, reached in at.items() if reached < meeting]
 
 
 def _keep_beating(beat: weakref.WeakMethod[Callable[[], None]], stop: threading.Event) -> None:
@@ -120,3 +126,18 @@ def _keep_beating(beat: weakref.WeakMethod[Callable[[], None]], stop: threading.
         except RuntimeError:  # the store ended with the job
             return
         del call
+
+
+def end_with(owner: object, stop: Callable[[], object], thread: threading.Thread) -> None:
+    """Stop the thread and wait for it when its owner is let go of, at the latest at exit.
+
+    A thread that comes back from C++ while Python ends would abort the process.
+    """
+
+    def end(pid: int) -> None:
+        if os.getpid() == pid:  # a forked child has no such thread
+            stop()
+            if thread is not threading.current_thread():
+                thread.join(1.0)
+
+    weakref.finalize(owner, end, os.getpid())

@@ -8,15 +8,20 @@ all-gather.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import hashlib
 import json
 import os
 import struct
+import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,10 +36,17 @@ if TYPE_CHECKING:
 
 TICK_S = 0.1  # how often a waiting rank looks whether its peers live
 _SPIN_S = 200e-6  # how long a rank yields before it sleeps: a peer is usually just behind
+_LAST_WORDS_S = 0.5  # how long what a rank sent before it ended may still be under way
+_GONE_S = 2.0  # how long after its connections a process may end
 _TEXT = 512
 _HEADER = struct.Struct("<qII")  # sequence, checksum, length of the text
+_LENGTH = struct.Struct("=q")
 _NOTICE = 4096  # bytes of a page for the notice of an abort
-_FINISHED, _ABORTED, _SLOTS = 0, 8, _NOTICE
+_FINISHED, _ABORTED, _REASON, _SLOTS = 0, 8, 16, _NOTICE
+
+
+# Through ctypes, which lets go of Python's lock: another thread of this rank may compute.
+_yield = ctypes.CDLL(None).sched_yield if sys.platform == "linux" else partial(time.sleep, 0)
 
 
 class Session:
@@ -46,8 +58,9 @@ class Session:
         rank: int,
         size: int,
         members: Sequence[int],
-        store: Store | None,
+        store: Store,
         timeout_s: float,
+        identities: list[Identity] | None = None,
     ) -> None:
         self.name = name
         self.rank = rank
@@ -55,41 +68,39 @@ class Session:
         self.members = tuple(members)  # ranks of the world
         self.store = store
         self.timeout_s = timeout_s
-        self.identities: list[Identity] = [identify()]
+        self._host = identify().host
+        self.identities = identities or []
         self.on_one_host = True
         self.cpu_group: ProcessGroup | None = None  # for host-side exchanges
         self._pages: list[SharedPages] = []
         self._heartbeats: Heartbeats | None = None
-        self.moves = 0  # exchanges of data so far, the same on every rank
         self._sequence = 0
+        self._moves = 0  # exchanges of data since the latest meeting
+        self._met_at = 0.0  # when the last rank came to it, on this host's monotonic clock
+        self._missing: list[int] = []
         self._abort: str | None = None
+        self._unfinished: list[Any] = []  # works that this rank waits for no more
         self._lock = threading.RLock()
-        if store is not None and size > 1:
-            self.set_key(f"id/{rank}", json.dumps(astuple(self.identity)).encode())
+        if identities is None:
+            self.set_key(f"id/{rank}", json.dumps(astuple(identify())).encode())
             found = self.wait_keys([f"id/{r}" for r in range(size)], "rendezvous")
             self.identities = [Identity(*json.loads(f)) for f in found]
-            remote = [r for r, i in enumerate(self.identities) if i.host != self.identity.host]
-            # Every rank must decide alike: all on one host, or not.
-            self.on_one_host = len({i.host for i in self.identities}) == 1
-            if self.on_one_host:
-                self._pages = share(self, _SLOTS + 2 * self._slot_bytes, "pages")
-            else:
-                self._heartbeats = Heartbeats(store, rank, remote)
-
-    @property
-    def identity(self) -> Identity:
-        """This rank's own."""
-        return self.identities[self.rank] if len(self.identities) > 1 else self.identities[0]
+        # Every rank must decide alike: all on one host, or not.
+        self.on_one_host = len({i.host for i in self.identities}) == 1
+        if not self.on_one_host:
+            remote = [r for r, i in enumerate(self.identities) if i.host != self._host]
+            self._heartbeats = Heartbeats(store, rank, remote)
+        elif size > 1:
+            self._pages = share(self, _SLOTS + 2 * self._slot_bytes, "pages")
 
     @property
     def _slot_bytes(self) -> int:
-        return _HEADER.size + _TEXT + 8 * 2 * self.size
+        return _HEADER.size + _TEXT + 8 * (1 + 2 * self.size)
 
     # ---- the store ----
 
     def set_key(self, key: str, value: bytes) -> None:
         """Set a key of this group."""
-        assert self.store is not None
         # An empty value cannot be told from none in some stores.
         self.store.set(key, b"=" + value)  # type: ignore[arg-type]  # bytes are fine
 
@@ -100,16 +111,23 @@ class Session:
             PeerLost, RankError, RankTimeout: as `check_alive`; the time-out names the missing
             ranks.
         """
-        store = self.store
-        assert store is not None
+        store, started = self.store, time.monotonic()
         missing = list(range(len(keys)))
 
         def arrived() -> bool:
-            missing[:] = [r for r in missing if not store.check([keys[r]])]
-            return not missing
+            return not missing or bool(store.check([keys[r] for r in missing]))
 
-        self.wait_until(arrived, op, lambda: missing)
-        return [store.get(key)[1:] for key in keys]
+        def absent() -> list[int]:
+            missing[:] = [r for r in missing if not store.check([keys[r]])]
+            return missing
+
+        try:
+            self.wait_until(arrived, op, absent)
+            return [store.get(key)[1:] for key in keys]
+        except RankError:
+            raise
+        except RuntimeError as error:  # the store's host has gone
+            raise self.explain(error, op, time.monotonic() - started) from error
 
     # ---- waiting ----
 
@@ -118,44 +136,57 @@ class Session:
         done: Callable[[], bool],
         op: str,
         missing: Callable[[], Sequence[int]],
-        timeout_s: float | None = None,
     ) -> None:
         """Return when `done()`; yields, then sleeps; looks after the peers every 100 ms."""
-        started = time.monotonic()
-        limit = self.timeout_s if timeout_s is None else timeout_s
-        looked, pause = started, 20e-6
-        while not done():
-            now = time.monotonic()
-            waited = now - started
-            if waited < _SPIN_S:
-                os.sched_yield() if hasattr(os, "sched_yield") else time.sleep(0)
-                continue
-            if now - looked >= TICK_S:
-                looked = now
-                self.check_alive(op, waited)
-                self._check_finished(op, waited, missing())
-                if waited > limit:
-                    raise self._timed_out(op, waited, list(missing()))
-            time.sleep(pause)
-            pause = min(pause * 1.5, 2e-3)
 
-    def wait_work(self, work: Any, op: str, timeout_s: float | None = None) -> None:
+        def look(waited_s: float) -> None:
+            self.check_alive(op, waited_s)
+            self._check_finished(op, waited_s, missing())
+            if waited_s > self.timeout_s:
+                raise self._timed_out(op, waited_s, missing())
+
+        poll(done, look)
+
+    def wait_work(self, work: Any, op: str) -> None:
         """Wait for a c10d work of the CPU, looking after the peers every 100 ms."""
+        try:
+            self._wait_work(work, op)
+        finally:
+            if not work.is_completed():
+                self._unfinished.append(work)
+
+    def _wait_work(self, work: Any, op: str) -> None:
         started = time.monotonic()
-        limit = self.timeout_s if timeout_s is None else timeout_s
+        loss: RankError | None = None
         while True:
+            over = work.is_completed()
             try:
                 work.wait(timedelta(seconds=TICK_S))
                 return
             except RuntimeError as error:
                 waited = time.monotonic() - started
-                if work.is_completed():
+                if over:
                     raise self.explain(error, op, waited) from error
+            if loss is not None and waited > loss.waited_s + _LAST_WORDS_S:
+                raise loss
+            try:
                 self.check_alive(op, waited)
-                if waited > limit:
-                    raise self._timed_out(op, waited, []) from None
+            except PeerLost as found:  # what it sent before may still come through
+                loss = loss or found
+            if waited > self.timeout_s and loss is None:
+                raise self._timed_out(op, waited, self.absent())
 
-    def _timed_out(self, op: str, waited_s: float, missing: list[int]) -> RankTimeout:
+    def is_idle(self) -> bool:
+        """Whether no exchange is left that a peer has not finished."""
+        return all(work.is_completed() for work in self._unfinished)
+
+    def absent(self) -> list[int]:
+        """Ranks that are known not to have come to the meeting that this rank is in."""
+        if self._heartbeats:
+            return self._heartbeats.behind(self._sequence)
+        return list(self._missing)
+
+    def _timed_out(self, op: str, waited_s: float, missing: Sequence[int]) -> RankTimeout:
         who = f"rank {', '.join(map(str, missing))} did not come" if missing else "no answer"
         message = f"{op}: {who} within {waited_s:.1f} s (rank {self.rank} waited)"
         # A peer that comes later must not pair this rank's next operation with this one.
@@ -165,64 +196,103 @@ class Session:
     def explain(self, error: Exception, op: str, waited_s: float) -> RankError:
         """The error that names the lost rank; a connection may break before its process is gone."""
         started = time.monotonic()
-        while time.monotonic() - started < 2.0:
+        patience_s = _GONE_S if self._heartbeats is None else Heartbeats.SILENT_S + 1.0
+        while time.monotonic() - started < patience_s:
             try:
                 self.check_alive(op, waited_s)
             except RankError as named:
                 return named
             time.sleep(0.02)
-        return RankError(f"{op}: {error}", op=op, waited_s=waited_s)
+        if "timed out" in str(error).lower():
+            return self._timed_out(op, waited_s, self.absent())
+        self.abort(str(error), op)  # the others wait for what this rank will not send any more
+        return RankError(f"{op}: {error}", rank=self.rank, op=op, waited_s=waited_s)
 
     # ---- who lives ----
 
     def raise_if_aborted(self, op: str, waited_s: float = 0.0) -> None:
-        """Raise the error that a rank of this group has aborted with. Costs under a microsecond."""
+        """Raise the error that a rank of this group has aborted with. Costs about a microsecond.
+
+        A rank of another host hears of it with the next beat.
+        """
         if self._abort is None:
             for r, pages in enumerate(self._pages):
-                (length,) = struct.unpack_from("<q", pages.buffer, _ABORTED)
+                (length,) = _LENGTH.unpack_from(pages.buffer, _ABORTED)
                 if length:
-                    text = pages.buffer[16 : 16 + length].decode(errors="replace")
+                    text = pages.buffer[_REASON : _REASON + length].decode(errors="replace")
                     self._abort = f"{r}:{text}"
                     break
-            if not self.on_one_host and self.store is not None and self.store.check(["abort"]):
-                self._abort = self.store.get("abort").decode()
+            if self._heartbeats and self._heartbeats.notice:
+                self._abort = self._heartbeats.notice.decode(errors="replace")
         if self._abort is not None:
             who, _, text = self._abort.partition(":")
             message = f"{op}: the group was aborted by rank {who}: {text}"
             raise RankError(message, rank=int(who), op=op, waited_s=waited_s)
 
-    def check_alive(self, op: str, waited_s: float = 0.0) -> None:
+    def check_alive(
+        self, op: str, waited_s: float = 0.0, among: Iterable[int] | None = None
+    ) -> None:
         """Raise if the group was aborted or a peer's process has ended; about 10 us a peer.
+
+        Args:
+            op, waited_s: what the error says.
+            among: the ranks to look at; all when None.
 
         Raises:
             PeerLost: names the rank, `op` and `waited_s`.
             RankError: the group was aborted; carries the reason.
         """
         self.raise_if_aborted(op, waited_s)
-        for r, peer in enumerate(self.identities):
-            if r != self.rank and peer.host == self.identity.host and not peer.lives():
-                raise self._lost(r, f"process {peer.pid} has ended", op, waited_s)
-        silent = self._heartbeats.silent() if self._heartbeats else None
-        if silent is not None:
-            raise self._lost(silent, "its machine no longer answers", op, waited_s)
+        self.check_peers(op, waited_s, among)
+
+    def check_peers(
+        self, op: str, waited_s: float = 0.0, among: Iterable[int] | None = None
+    ) -> None:
+        """As `check_alive`, also in a group that was aborted."""
+        try:
+            lost = self._lost_ranks(range(self.size) if among is None else among)
+        except RuntimeError as error:
+            raise self._store_lost(error, op, waited_s) from error
+        for r, why in lost:
+            raise self._lost(r, why, op, waited_s)
+
+    def _lost_ranks(self, among: Iterable[int]) -> list[tuple[int, str]]:
+        silent = self._heartbeats.silent() if self._heartbeats else []
+        found = []
+        for r in among:
+            peer = self.identities[r] if self.identities else None
+            if peer is None or r == self.rank:
+                continue
+            if peer.host == self._host and not peer.lives():
+                found.append((r, f"process {peer.pid} has ended"))
+            elif r in silent:
+                found.append((r, "its process no longer answers"))
+        return found
 
     def _lost(self, rank: int, why: str, op: str, waited_s: float) -> PeerLost:
         message = f"{op}: lost rank {rank} ({why}) after rank {self.rank} waited {waited_s:.1f} s"
         return PeerLost(message, rank=rank, op=op, waited_s=waited_s)
 
+    def _store_lost(self, error: Exception, op: str, waited_s: float) -> RankError:
+        # Without a launcher that keeps it, the store lives in rank 0 of the world.
+        kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if kept or 0 not in self.members or self.members[self.rank] == 0:
+            return RankError(f"{op}: the store is lost: {error}", op=op, waited_s=waited_s)
+        why = f"the store that it keeps no longer answers: {error}"
+        return self._lost(self.members.index(0), why, op, waited_s)
+
     def _check_finished(self, op: str, waited_s: float, missing: Sequence[int]) -> None:
         for r in missing:
-            if r < len(self._pages) and self._pages[r].buffer[_FINISHED]:
+            if self._has_finished(r):
                 raise self._lost(r, "it has returned without taking part", op, waited_s)
 
+    def _has_finished(self, rank: int) -> bool:
+        return rank < len(self._pages) and bool(self._pages[rank].buffer[_FINISHED])
+
     def living(self) -> list[int]:
-        """Ranks whose processes live, this one included."""
-        silent = self._heartbeats.silent() if self._heartbeats else None
-        return [
-            r
-            for r, peer in enumerate(self.identities)
-            if r == self.rank or (peer.host != self.identity.host and r != silent) or peer.lives()
-        ]
+        """Ranks that can still take part, this one included."""
+        lost = {r for r, _ in self._lost_ranks(range(self.size))}
+        return [r for r in range(self.size) if r not in lost and not self._has_finished(r)]
 
     def finish(self) -> None:
         """Say that this rank takes part in nothing more."""
@@ -231,19 +301,21 @@ class Session:
 
     def abort(self, text: str, op: str) -> None:
         """Make every rank's present and next wait in this group raise an error with this text."""
+        if self._abort is not None:
+            return
         data = f"{text} [in {op}]".encode()[: _NOTICE - 64]
-        if self._abort is None:
-            self._abort = f"{self.rank}:{data.decode(errors='replace')}"
+        self._abort = f"{self.rank}:{data.decode(errors='replace')}"
         if self._pages:
             page = self._pages[self.rank].buffer
-            page[16 : 16 + len(data)] = data
-            struct.pack_into("<q", page, _ABORTED, len(data))  # last: the length publishes the text
-        elif self.store is not None:
-            self.store.set("abort", f"{self.rank}:{data.decode(errors='replace')}")
+            page[_REASON : _REASON + len(data)] = data
+            _LENGTH.pack_into(page, _ABORTED, len(data))  # last: the length publishes the text
+        elif self._heartbeats:
+            with contextlib.suppress(RuntimeError):  # without a store the others find out anyway
+                self.store.set("abort", self._abort)
 
     # ---- meeting ----
 
-    def meet(self, op: str, statement: str, numbers: Sequence[int] = ()) -> list[tuple[int, ...]]:
+    def meet(self, op: str, statement: str, numbers: Sequence[int] = ()) -> list[Sequence[int]]:
         """Each rank's numbers, once all ranks have arrived in the same operation.
 
         Args:
@@ -255,15 +327,16 @@ class Session:
             CollectiveMismatch: statements differ; names two ranks and both statements. All raise.
             PeerLost, RankTimeout, RankError: a rank is lost, missing, or has aborted.
 
-        Cost: about 5 us for two ranks of a host that arrive together.
+        Cost: about 15 us for two ranks of a host that arrive together.
         """
+        self.raise_if_aborted(op)
         if self.size == 1:
-            return [tuple(numbers)]
+            return [numbers]
         with self._lock:
-            self.raise_if_aborted(op)
             frame = self._frame(statement, numbers)
             frames = self._meet_in_pages(op, frame) if self._pages else self._gather(op, frame)
         spoken = [_read(f, self.size) for f in frames]
+        self._met_at = max(came for _, (came, *_) in spoken) * 1e-9
         for r, (other, _) in enumerate(spoken):
             if other != spoken[0][0]:
                 message = (
@@ -271,15 +344,31 @@ class Session:
                     "all ranks must make the same calls in the same order with the same shapes"
                 )
                 raise CollectiveMismatch(message, rank=r, op=op)
-        return [n for _, n in spoken]
+        return [numbers for _, (_, *numbers) in spoken]
 
     def _frame(self, statement: str, numbers: Sequence[int]) -> bytearray:
         self._sequence += 1
-        text = statement.encode()[:_TEXT]
+        self._moves = 0
+        text = statement.encode()
+        if len(text) > _TEXT:  # what differs may come after what fits
+            digest = hashlib.blake2b(text, digest_size=8).hexdigest().encode()
+            text = text[: _TEXT - len(digest) - 4] + b"... " + digest
         body = text.ljust(_TEXT, b"\0") + struct.pack(
-            f"<{2 * self.size}q", *numbers, *[0] * (2 * self.size - len(numbers))
+            f"<{1 + 2 * self.size}q",
+            time.monotonic_ns(),
+            *numbers,
+            *[0] * (2 * self.size - len(numbers)),
         )
         return bytearray(_HEADER.pack(self._sequence, zlib.crc32(body), len(text)) + body)
+
+    def next_move(self) -> tuple[int, float]:
+        """A number for an exchange of data, the same on every rank, and when it starts.
+
+        The first one after a meeting starts when the last rank has come, the same on every rank.
+        """
+        self._moves += 1
+        starts = self._met_at if self._moves == 1 else time.monotonic()
+        return self._sequence * 8 + self._moves, starts
 
     def _meet_in_pages(self, op: str, frame: bytearray) -> list[bytes]:
         # Two slots in turn: a peer can be one meeting ahead of a rank that still reads, not two.
@@ -289,14 +378,16 @@ class Session:
         mine[start + 8 : end] = frame[8:]
         mine[start : start + 8] = frame[:8]  # last: the sequence publishes the frame
         found: dict[int, bytes] = {self.rank: bytes(frame)}
-        missing = [r for r in range(self.size) if r != self.rank]
+        missing = self._missing = [r for r in range(self.size) if r != self.rank]
 
         def arrived() -> bool:
             for r in list(missing):
-                seen = self._pages[r].buffer[start:end]
-                sequence, checksum, _ = _HEADER.unpack_from(seen)
+                buffer = self._pages[r].buffer
+                if _HEADER.unpack_from(buffer, start)[0] != self._sequence:
+                    continue
+                seen = buffer[start:end]
                 # The checksum covers machines that let the sequence overtake the frame.
-                if sequence == self._sequence and zlib.crc32(seen[_HEADER.size :]) == checksum:
+                if zlib.crc32(seen[_HEADER.size :]) == _HEADER.unpack_from(seen)[1]:
                     found[r] = seen
                     missing.remove(r)
             return not missing
@@ -307,13 +398,38 @@ class Session:
     def _gather(self, op: str, frame: bytearray) -> list[bytes]:
         if self.cpu_group is None:
             raise RankError(f"{op}: this group has no CPU backend to meet through", op=op)
+        assert self._heartbeats is not None
+        self._heartbeats.meeting = self._sequence
         mine = torch.frombuffer(frame, dtype=torch.uint8)
         out = torch.empty(self.size * len(frame), dtype=torch.uint8)
         self.wait_work(self.cpu_group._allgather_base(out, mine), op)
-        return [bytes(f.tolist()) for f in out.view(self.size, -1)]
+        return [f.numpy().tobytes() for f in out.view(self.size, -1)]
+
+
+def poll(done: Callable[[], bool], look: Callable[[float], None]) -> None:
+    """Return when `done()`: yields, then sleeps; calls `look(seconds waited)` every 100 ms.
+
+    What `look` raises ends the wait, unless `done()` became true just before.
+    """
+    started = time.monotonic()
+    looked = started
+    while not done():
+        now = time.monotonic()
+        if now - started < _SPIN_S:
+            _yield()
+            continue
+        if now - looked >= TICK_S:
+            looked = now
+            try:
+                look(now - started)
+            except RankError:
+                if done():  # a peer may come, and then end, between two looks
+                    return
+                raise
+        time.sleep(min(max(20e-6, (now - started) / 10), 2e-3))
 
 
 def _read(frame: bytes, size: int) -> tuple[str, tuple[int, ...]]:
     _, _, length = _HEADER.unpack_from(frame)
     text = frame[_HEADER.size : _HEADER.size + length].decode(errors="replace")
-    return text, struct.unpack_from(f"<{2 * size}q", frame, _HEADER.size + _TEXT)
+    return text, struct.unpack_from(f"<{1 + 2 * size}q", frame, _HEADER.size + _TEXT)

@@ -1,0 +1,1 @@
+"""Triton kernels of the symmetric heap, one file each."""
