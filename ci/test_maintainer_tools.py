@@ -1,6 +1,8 @@
 """`release`, `new_system` and `gpu_check`: what they refuse, and what they leave behind."""
 
 import importlib.util
+import os
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -85,6 +87,33 @@ def test_a_new_system_keeps_no_word_of_the_template(tmp_path):
     assert not [p for p in files if "template" in str(p.relative_to(tmp_path))]
     assert not [p for p in files if "template_system" in p.read_text()]
     assert 'name = "graph-cache"' in (target / "pyproject.toml").read_text()
+
+
+def test_a_new_system_passes_its_tests_and_types(tmp_path):
+    (tmp_path / "packages").mkdir()
+    target = new_system.create("graph_cache", tmp_path)
+    sources = [str(target / "src"), str(ROOT / "shared" / "src")]
+    variables = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sources),
+        "MYPYPATH": os.pathsep.join(sources),
+        "TRITON_INTERPRET": "1",
+    }
+    config = str(ROOT / "pyproject.toml")
+    for words in (
+        ["mypy", "--config-file", config, "src"],
+        ["pytest", "-q", "-c", config, "tests"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", *words],
+            cwd=target,
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_an_existing_system_is_not_overwritten(tmp_path):

@@ -39,7 +39,7 @@ def run() -> Iterator[dict[str, Any]]:
         yield row("heap.barrier", f"{size} ranks", times, must)
     times = sorted(t for us in ranks_module.run(signals, 2) for t in us)
     yield row("heap.signal and wait", "2 ranks, one way", times, None)
-    for mib, whole in [*((mib, False) for mib in MIB), (16, True)]:
+    for mib, whole in [(mib, whole) for whole in (False, True) for mib in MIB]:
         ratio, ours_s, peer_s = ranks_module.run(exchanges, 2, mib, whole)[0]
         yield {
             "name": "heap.all_to_all",

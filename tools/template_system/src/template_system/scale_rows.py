@@ -47,7 +47,7 @@ def scale_rows(x: Tensor, weight: Tensor, *, backend: str = "auto") -> Tensor:
         backend = "triton" if x.device.type == "cuda" else "torch"
     if backend == "torch":
         return weight[:, None] * x
-    result: Tensor = _ScaleRows.apply(x, weight)
+    result: Tensor = _ScaleRows.apply(x, weight)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -58,7 +58,7 @@ class _ScaleRows(torch.autograd.Function):
         return _launch(x, weight)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         return _launch(gradient, weight), (gradient * x).sum(1)
 
