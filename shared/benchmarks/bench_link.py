@@ -19,7 +19,7 @@ from septet_shared.ranks import Ranks
 from septet_shared.ranks import run as run_ranks
 from septet_shared.symmetric_heap import SymmetricHeap
 
-RATES = {"100mbit": 1_250_000, "1gbit": 12_500_000, "2gbit": 25_000_000}  # bytes: 0.1 s
+RATES = {"100mbit": 625_000, "1gbit": 6_250_000, "2gbit": 12_500_000}  # bytes: 50 ms
 ONE_SIDED = {"100mbit": 1_228_800, "1gbit": 12_288_000, "10gbit": 122_880_000}
 LATENCIES_S = (0.002, 0.010, 0.050)
 ROUNDS = 7

@@ -286,12 +286,12 @@ def test_operations_asked_for_under_a_link_pay_though_it_has_ended():
 
 
 def die_while_held(ranks, folder):
-    with emulate(ranks, LinkSpec(RATE, 0.0)):
+    with emulate(ranks, LinkSpec(RATE / 100, 0.0)):
         if ranks.rank == 1:
             threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
         started = time.monotonic()
         try:
-            ranks.all_gather(torch.ones(100_000_000))  # 20 s
+            ranks.all_gather(torch.ones(1_000_000))  # 20 s
         except PeerLost as error:
             seconds = time.monotonic() - started
             (Path(folder) / str(ranks.rank)).write_text(f"{error.rank} {seconds}")
@@ -450,8 +450,8 @@ def put_all_dtypes(ranks):
     heap = SymmetricHeap.create(ranks, 1 << 20)
     with emulate(ranks, LinkSpec("10gbit", 0.0)) as link:
         for shape, dtype in ROWS:
-            t = heap.empty((7, *shape), dtype)
-            t.zero_()
+            flat = heap.empty((1 + 7 * math.prod(shape),), dtype)
+            t = flat.zero_()[1:].view(7, *shape)  # starts where no wider type may
             ranks.barrier("cleared")
             rows = row_values(shape, dtype, ranks.rank)
             index = torch.tensor([5, 0, 3]) + ranks.rank

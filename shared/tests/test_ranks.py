@@ -80,15 +80,16 @@ def test_a_sum_has_the_bits_of_adding_in_rank_order_on_every_rank(size):
             assert torch.equal(got["max", n], torch.stack(parts).amax(0)), n
 
 
-def reduce_all_dtypes(ranks, n):
-    totals = [ranks.all_reduce(some((n,), d, ranks.rank)) for d in DTYPES]
+def reduce_all_dtypes(ranks):
+    totals = [ranks.all_reduce(some((n,), d, ranks.rank)) for n in (5, 70_000) for d in DTYPES]
     return [(t.dtype, t.to(torch.complex128)) for t in totals]  # torch cannot pickle 8-bit floats
 
 
-@pytest.mark.parametrize("n", [5, 70_000])
-def test_every_dtype_is_summed_half_types_in_single_precision(n):
-    for got in run(reduce_all_dtypes, 3, n):
-        for dtype, (kind, total) in zip(DTYPES, got, strict=True):
+def test_every_dtype_is_summed_half_types_in_single_precision():
+    for got in run(reduce_all_dtypes, 3):
+        for (n, dtype), (kind, total) in zip(
+            itertools.product((5, 70_000), DTYPES), got, strict=True
+        ):
             small = dtype.is_floating_point and dtype.itemsize <= 2
             parts = [some((n,), dtype, r) for r in range(3)]
             wide = [p.float() if small else p for p in parts]
@@ -168,9 +169,12 @@ def rows_of(case, rank, dtype=torch.float32):
     return some((sum(counts[rank]), *shape), dtype, 11 * case + rank)
 
 
-def exchange_rows(ranks, how):
+WAYS = ("plain", "strided", "out")
+
+
+def exchange_rows(ranks):
     out = []
-    for case, (counts, shape) in enumerate(COUNTS):
+    for how, (case, (counts, shape)) in itertools.product(WAYS, enumerate(COUNTS)):
         send, receive = counts[ranks.rank], [c[ranks.rank] for c in counts]
         rows = rows_of(case, ranks.rank)
         if how == "strided":
@@ -187,16 +191,15 @@ def exchange_rows(ranks, how):
     return out
 
 
-@pytest.mark.parametrize("how", ["plain", "strided", "out"])
-def test_rows_arrive_in_rank_order(how):
-    results = run(exchange_rows, 3, how)
-    for rank, case in itertools.product(range(3), range(len(COUNTS))):
+def test_rows_arrive_in_rank_order():
+    results = [iter(got) for got in run(exchange_rows, 3)]
+    for rank, _, case in itertools.product(range(3), WAYS, range(len(COUNTS))):
         counts = COUNTS[case][0]
         pieces = []
         for sender in range(3):
             start = sum(counts[sender][:rank])
             pieces.append(rows_of(case, sender)[start : start + counts[sender][rank]])
-        torch.testing.assert_close(results[rank][case], torch.cat(pieces), rtol=0, atol=0)
+        torch.testing.assert_close(next(results[rank]), torch.cat(pieces), rtol=0, atol=0)
 
 
 def exchange_in_place(ranks):
@@ -314,6 +317,8 @@ def different_calls(ranks):
         caught(ranks.subgroup, [0] if zero else [1, 0]),
         caught(ranks.barrier, "x" * 600 + ("a" if zero else "b")),
         caught(ranks.all_reduce, t.to(torch.complex64), "max"),
+        caught(ranks.subgroup, [0.0]),
+        caught(ranks.all_gather_object, 1 if zero else threading.Lock()),
         caught(ranks.barrier, "together"),
     ]
 
@@ -328,13 +333,15 @@ def test_ranks_in_different_operations_all_raise_and_can_go_on():
         assert "rank 1 is in" in both
     assert "step 1" in first[1][1]
     assert "step 2" in first[1][1]
-    for i in (7, 8, 11):
+    for i in (7, 8, 11, 15):
         assert first[i][0] is CollectiveMismatch, i
         assert second[i][0] is ValueError, i
-    for i in (6, 9, 13):
+    for i in (6, 9, 13, 14):
         assert first[i][0] is second[i][0] is ValueError, i
     assert "op must be 'sum' or 'max'; got 'mean'" in first[9][1]
-    assert first[14] is second[14] is None
+    assert "got [0.0]" in first[14][1]
+    assert "must pickle" in second[15][1]
+    assert first[16] is second[16] is None
 
 
 class Different:

@@ -1,6 +1,7 @@
 """`ranks.run`: results come back, the first failure is raised, and nothing lives on."""
 
 import contextlib
+import functools
 import gc
 import os
 import re
@@ -94,6 +95,11 @@ def test_ranks_see_the_callers_present_environment_and_folder(monkeypatch, tmp_p
     monkeypatch.delenv("SEPTET_TEST_UNSET")
     monkeypatch.chdir(tmp_path)
     assert run(report_environment, 1) == [("new", None, str(tmp_path))]
+
+
+def test_a_partial_function_runs():
+    got = run(functools.partial(describe, b="bound"), 1, "given")
+    assert got[0][2:4] == ("given", "bound")
 
 
 def nested(ranks):
@@ -198,13 +204,28 @@ def test_a_failing_rank_is_named_soon_and_the_others_end(how, kind, text, tmp_pa
     assert gone(pids_in(tmp_path, 3))
 
 
+def test_the_traceback_of_a_failed_run_holds_no_store(tmp_path):
+    # It would end with a thread, in whichever process collects the traceback: a forked child too.
+    with pytest.raises(RankError) as caught:
+        run(fail_on_rank_1, 2, "raise", tmp_path)
+    frames, step = [], caught.value.__traceback__
+    while step is not None:
+        frames.append(step.tb_frame)
+        step = step.tb_next
+    held = [type(value).__name__ for frame in frames for value in frame.f_locals.values()]
+    assert "_Job" in held
+    assert "TCPStore" not in held
+
+
 def leave_children(ranks, folder):
-    child = os.fork()
-    if child == 0:
-        time.sleep(60)
-        os._exit(0)
-    note_pid(folder, f"child{ranks.rank}", child)
-    note_pid(folder, f"command{ranks.rank}", subprocess.Popen(["sleep", "60"]).pid)
+    if ranks.rank == 0:
+        note_pid(folder, "command", subprocess.Popen(["sleep", "60"]).pid)
+    else:
+        child = os.fork()
+        if child == 0:  # holds all that this rank had open
+            time.sleep(60)
+            os._exit(0)
+        note_pid(folder, "child", child)
     ranks.barrier("started")
     if ranks.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -216,18 +237,46 @@ def test_what_killed_ranks_have_started_neither_hides_their_death_nor_outlives_i
     with pytest.raises(PeerLost, match="rank 1 died: killed by SIGKILL"):
         run(leave_children, 2, tmp_path)
     assert time.monotonic() - started < 20.0
-    assert gone(pids_in(tmp_path, 4))
+    assert gone(pids_in(tmp_path, 2))
 
 
-def return_while_others_wait(ranks):
-    if ranks.rank == 1:
+def return_while_others_wait(ranks, where):
+    group = ranks.subgroup([0, 1]) if where == "subgroup" else ranks
+    if ranks.rank == 1 or group is None:
         return
-    ranks.barrier("with the one that left")
+    group.barrier("with the one that left")
 
 
-def test_a_rank_that_returns_while_others_wait_is_named():
+@pytest.mark.parametrize("where", ["world", "subgroup"])
+def test_a_rank_that_returns_while_others_wait_is_named(where):
     with pytest.raises(PeerLost, match=r"lost rank 1 \(it has returned without taking part\)"):
-        run(return_while_others_wait, 3)
+        run(return_while_others_wait, 3, where)
+
+
+def return_with_work_in_flight(ranks):
+    other = ranks.duplicate("other")
+    if ranks.rank == 0:
+        for group in (ranks, other):
+            group.all_reduce(torch.ones(3), async_op=True)
+            group.all_reduce(torch.ones(3), async_op=True)
+        return None
+    time.sleep(0.5)
+    return [g.all_reduce(torch.ones(3)).tolist() for g in (ranks, ranks, other, other)]
+
+
+def test_a_rank_that_returns_still_takes_part_in_what_it_has_begun():
+    assert run(return_with_work_in_flight, 2) == [None, [[2.0] * 3] * 4]
+
+
+def fail_within(ranks):
+    if ranks.rank == 0:
+        ranks.barrier("lost")
+    run(raise_a_subclass, 1)
+
+
+def test_the_failure_of_ranks_that_a_rank_has_run_is_raised():
+    with pytest.raises(RankError, match="rank 1 raised RankError: rank 0 raised CustomError: mine"):
+        run(fail_within, 2)
 
 
 def never_come(ranks):

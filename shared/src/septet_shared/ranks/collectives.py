@@ -217,7 +217,7 @@ class Collectives:
         """
         name = "all_to_all_rows"
         problem = self._tensor_problem(rows, "rows")
-        send, receive = _counts(send_counts), _counts(recv_counts)
+        send, receive = integers(send_counts), integers(recv_counts)
         for label, given, counts in (
             ("send_counts", send_counts, send),
             ("recv_counts", recv_counts, receive),
@@ -463,10 +463,10 @@ def _storage(t: Tensor) -> int:
     return t.untyped_storage().data_ptr()
 
 
-def _counts(counts: Sequence[int] | Tensor) -> list[int]:
-    """The counts as integers; none, which nothing accepts, where one is not."""
+def integers(values: Sequence[int] | Tensor) -> list[int]:
+    """The values as integers; none, which nothing accepts, where one is not."""
     try:
-        return [operator.index(c) for c in counts]
+        return [operator.index(v) for v in values]
     except TypeError:
         return []
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from septet_shared.ranks.collectives import Collectives, Family, start_gather
+from septet_shared.ranks.collectives import Collectives, Family, integers, start_gather
 from septet_shared.ranks.errors import PeerLost, RankError, RanksDiverged, RankTimeout
 from septet_shared.ranks.liveness import Identity
 from septet_shared.ranks.session import Session, poll
@@ -135,9 +135,9 @@ class Ranks(Collectives):
 
         Cost: collective over this group; about 10 ms. Reuse what you get.
         """
-        chosen, problem = [int(r) for r in ranks], None
+        chosen, problem = integers(ranks), None
         if not chosen or chosen != sorted(set(chosen)) or chosen[0] < 0 or chosen[-1] >= self.size:
-            problem = f"ranks must ascend within [0, {self.size}); got {chosen}"
+            problem = f"ranks must ascend within [0, {self.size}); got {ranks!r}"
         label = self._meet_to_split(f"subgroup {chosen}", problem)
         return self._split(chosen, label) if self.rank in chosen else None
 
@@ -217,8 +217,7 @@ class Ranks(Collectives):
             check(f"connect {label}", waited_s, chosen)
 
         group = _new_group(name, members, self.device, _backend(self.device), self.timeout_s, look)
-        identities = [self.identities[r] for r in chosen]
-        made = _open(group, self.device, self.timeout_s, family, identities=identities)
+        made = _open(group, self.device, self.timeout_s, family, parent=self.session)
         if self.device.type == "cpu":  # ending an NCCL communicator needs all its ranks
             weakref.finalize(made, _end_group, group, made.session, os.getpid()).atexit = False
         return made
@@ -280,14 +279,23 @@ class Ranks(Collectives):
         self._carry(op, meet)
 
     def all_gather_object(self, x: object) -> list[Any]:
-        """[size] every rank's picklable object, in rank order."""
+        """[size] every rank's object, in rank order.
+
+        Raises:
+            ValueError: it does not pickle; the other ranks raise CollectiveMismatch.
+            PeerLost, RankTimeout, RankError: a rank is lost, missing, or has aborted.
+        """
         return self._gather_objects(x, "all_gather_object")
 
     def _gather_objects(self, x: object, op: str) -> list[Any]:
-        data = pickle.dumps(x)
+        data, problem = b"", None
+        try:
+            data = pickle.dumps(x)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            problem = f"what {op} is given must pickle; got {_short(x)}: {error}"
 
         def gather() -> list[Any]:
-            sizes = [n[0] for n in self.session.meet(op, op, [len(data)])]
+            sizes = [n[0] for n in self._meet(op, problem, op, [len(data)])]
             if self.size == 1:
                 return [pickle.loads(data)]
             mine = torch.zeros(max(sizes), dtype=torch.uint8)
@@ -385,7 +393,9 @@ def _connect(name: str, members: list[int], backend: str, timeout_s: float) -> P
     world = dist.group.WORLD
     assert world is not None
     # A world bound to a device would have NCCL split its communicator, which all its ranks must do.
-    bound, world.bound_device_id = world.bound_device_id, None
+    bound = world.bound_device_id
+    if bound is not None:
+        world.bound_device_id = None
     group: ProcessGroup
     try:
         group, _ = c10d._new_process_group_helper(
@@ -398,7 +408,8 @@ def _connect(name: str, members: list[int], backend: str, timeout_s: float) -> P
             timeout=timedelta(seconds=timeout_s + SLACK_S),
         )
     finally:
-        world.bound_device_id = bound
+        if bound is not None:
+            world.bound_device_id = bound
     c10d._world.pg_group_ranks[group] = {m: rank for rank, m in enumerate(members)}
     return group
 
@@ -416,7 +427,7 @@ def _open(
     timeout_s: float,
     family: Family,
     ranks_per_machine: int | None = None,
-    identities: list[Identity] | None = None,
+    parent: Session | None = None,
 ) -> Ranks:
     rank, size, members, name = 0, 1, [0], "alone"
     store: Store = HashStore()
@@ -427,7 +438,7 @@ def _open(
         _sessions_of_group[name] = turn + 1
         store = PrefixStore(f"septet/{turn}", dist.distributed_c10d._get_process_group_store(group))
         name = f"{name}#{turn}"
-    session = Session(name, rank, size, members, store, timeout_s, identities)
+    session = Session(name, rank, size, members, store, timeout_s, parent)
     if group is not None:
         session.cpu_group = group
         if "gloo" not in str(dist.get_backend_config(group)):

@@ -32,6 +32,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from septet_shared.ranks.errors import PeerLost, RankError, RankTimeout
 from septet_shared.ranks.group import SLACK_S, Ranks, check_options
+from septet_shared.ranks.work import OrderedThread
 
 if TYPE_CHECKING:
     from septet_shared.link import LinkSpec
@@ -79,7 +80,8 @@ def run(
     """[size] what `fn(ranks, *args)` returned on each of `size` new local processes, in rank order.
 
     Args:
-        fn: a function at the top level of a module; it and `args` are pickled.
+        fn: a function at the top level of a module; it and `args` are pickled. Ranks import the
+            module, so a script calls `run` under `if __name__ == "__main__":`.
         size: how many ranks, at least 1.
         device: "cpu" (gloo) or "cuda" (NCCL, rank r on GPU r modulo their number).
         timeout_s: limit of the whole run, seconds; also of each wait between ranks, up to 60 s.
@@ -93,10 +95,11 @@ def run(
         RankError: fn raised; the message has rank and traceback. Of several failures the one that
             caused the others is raised.
 
-    When one rank fails the others get one second to notice, then are killed. No process and no
-    shared memory outlives the call, also when it is interrupted.
+    When one rank fails the others get one second to notice, then are killed. No rank, nothing that
+    a killed rank has started, and no shared memory outlives the call, also when it is interrupted.
 
-    Cost: about 2 s for the first call of a process, 50 ms a rank afterwards.
+    Cost: about 2 s for the first call of a process, which starts the server (it ends with the
+    caller); 50 ms a rank afterwards.
     """
     _check(fn, size, device, timeout_s, threads_per_rank, ranks_per_machine, link)
     master = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -136,6 +139,9 @@ def run(
         for r in ranks:
             r.process.join(max(0.0, deadline - time.monotonic()))
             _kill(r.process)
+        # Now, not when a traceback that holds this frame is collected: that may happen in a child
+        # the caller has forked, where the thread that the store ends by joining does not exist.
+        del master
 
 
 def _kill(process: ForkServerProcess) -> None:
@@ -181,8 +187,8 @@ def _check(
 
 
 def _source(fn: Callable[..., Any]) -> tuple[str, str | None]:
-    module = sys.modules.get(getattr(fn, "__module__", ""))
-    return getattr(fn, "__module__", ""), getattr(module, "__file__", None)
+    name = getattr(getattr(fn, "func", fn), "__module__", "")  # func: of a partial
+    return name, getattr(sys.modules.get(name), "__file__", None)
 
 
 def _pickle(fn: Callable[..., Any], args: tuple[Any, ...], link: LinkSpec | None) -> bytes:
@@ -265,6 +271,7 @@ def _rank_main(rank: int, job: _Job, pipe: Connection) -> None:
             with emulate(ranks, link):
                 result = fn(ranks, *args)
         message = pickle.dumps(("result", result, False))
+        OrderedThread.drain_all()
         ranks.session.finish()
     except BaseException as error:  # noqa: BLE001 - every failure is the caller's to see
         message = _failure(rank, error)
@@ -305,6 +312,8 @@ def _failure(rank: int, error: BaseException) -> bytes:
         kind = next(k for k in type(error).__mro__ if k.__module__ == RankError.__module__)
         raised = kind(named, rank=who, op=error.op, waited_s=error.waited_s)
     consequence = isinstance(error, PeerLost) or type(error) is RankError
+    if raised.op == "run":  # of ranks that this rank has run
+        consequence = False
     return pickle.dumps(("error", raised, consequence))
 
 

@@ -128,7 +128,9 @@ def _keep_beating(beat: weakref.WeakMethod[Callable[[], None]], stop: threading.
         del call
 
 
-def end_with(owner: object, stop: Callable[[], object], thread: threading.Thread) -> None:
+def end_with(
+    owner: object, stop: Callable[[], object], thread: threading.Thread
+) -> weakref.finalize[..., object]:
     """Stop the thread and wait for it when its owner is let go of, at the latest at exit.
 
     A thread that comes back from C++ while Python ends would abort the process.
@@ -140,4 +142,4 @@ def end_with(owner: object, stop: Callable[[], object], thread: threading.Thread
             if thread is not threading.current_thread():
                 thread.join(1.0)
 
-    weakref.finalize(owner, end, os.getpid())
+    return weakref.finalize(owner, end, os.getpid())

@@ -49,6 +49,9 @@ _FINISHED, _ABORTED, _REASON, _SLOTS = 0, 8, 16, _NOTICE
 _yield = ctypes.CDLL(None).sched_yield if sys.platform == "linux" else partial(time.sleep, 0)
 
 
+leaving = threading.Event()  # set when this process ends: no thread may wait any longer
+
+
 class Session:
     """The state behind a `Ranks`; one per communicator."""
 
@@ -60,7 +63,7 @@ class Session:
         members: Sequence[int],
         store: Store,
         timeout_s: float,
-        identities: list[Identity] | None = None,
+        parent: Session | None = None,
     ) -> None:
         self.name = name
         self.rank = rank
@@ -68,8 +71,9 @@ class Session:
         self.members = tuple(members)  # ranks of the world
         self.store = store
         self.timeout_s = timeout_s
+        self._parent = parent  # that of the group from which this one was made
         self._host = identify().host
-        self.identities = identities or []
+        self.identities: list[Identity] = []
         self.on_one_host = True
         self.cpu_group: ProcessGroup | None = None  # for host-side exchanges
         self._pages: list[SharedPages] = []
@@ -81,7 +85,9 @@ class Session:
         self._abort: str | None = None
         self._unfinished: list[Any] = []  # works that this rank waits for no more
         self._lock = threading.RLock()
-        if identities is None:
+        if parent is not None:
+            self.identities = [parent.identities[parent.members.index(m)] for m in members]
+        else:
             self.set_key(f"id/{rank}", json.dumps(astuple(identify())).encode())
             found = self.wait_keys([f"id/{r}" for r in range(size)], "rendezvous")
             self.identities = [Identity(*json.loads(f)) for f in found]
@@ -215,6 +221,8 @@ class Session:
 
         A rank of another host hears of it with the next beat.
         """
+        if leaving.is_set():
+            raise RankError(f"{op}: this process ends", rank=self.rank, op=op, waited_s=waited_s)
         if self._abort is None:
             for r, pages in enumerate(self._pages):
                 (length,) = _LENGTH.unpack_from(pages.buffer, _ABORTED)
@@ -287,6 +295,8 @@ class Session:
                 raise self._lost(r, "it has returned without taking part", op, waited_s)
 
     def _has_finished(self, rank: int) -> bool:
+        if self._parent is not None:
+            return self._parent._has_finished(self._parent.members.index(self.members[rank]))
         return rank < len(self._pages) and bool(self._pages[rank].buffer[_FINISHED])
 
     def living(self) -> list[int]:
@@ -295,7 +305,7 @@ class Session:
         return [r for r in range(self.size) if r not in lost and not self._has_finished(r)]
 
     def finish(self) -> None:
-        """Say that this rank takes part in nothing more."""
+        """Say that this rank takes part in nothing more, in groups made from this one neither."""
         if self._pages:
             self._pages[self.rank].buffer[_FINISHED] = 1
 
@@ -426,7 +436,7 @@ def poll(done: Callable[[], bool], look: Callable[[float], None]) -> None:
                 if done():  # a peer may come, and then end, between two looks
                     return
                 raise
-        time.sleep(min(max(20e-6, (now - started) / 10), 2e-3))
+        time.sleep(min(max(20e-6, (now - started) / 5), 2e-3))
 
 
 def _read(frame: bytes, size: int) -> tuple[str, tuple[int, ...]]:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from concurrent.futures import Future, wait
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from septet_shared.ranks.errors import RankTimeout
 from septet_shared.ranks.liveness import end_with
-from septet_shared.ranks.session import poll
+from septet_shared.ranks.session import leaving, poll
 
 if TYPE_CHECKING:
     from septet_shared.ranks.session import Session
@@ -94,6 +96,10 @@ class StreamWork(Work[Tensor]):
 class OrderedThread:
     """Runs jobs one after another on a daemon thread, which starts with the first job."""
 
+    _all: ClassVar[weakref.WeakKeyDictionary[OrderedThread, threading.Thread]] = (
+        weakref.WeakKeyDictionary()
+    )
+
     def __init__(self, name: str) -> None:
         self._name = name
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -111,13 +117,34 @@ class OrderedThread:
         future: Future[T] = Future()
         with self._lock:
             if not self._submitted:
+                if not OrderedThread._all:
+                    atexit.register(OrderedThread.leave)
                 jobs, args = self._jobs, (self._jobs, self._ended)
                 thread = threading.Thread(target=_serve, args=args, name=self._name, daemon=True)
                 thread.start()
-                end_with(self, lambda: jobs.put(None), thread)
+                OrderedThread._all[self] = thread
+                end_with(self, lambda: jobs.put(None), thread).atexit = False
             self._submitted += 1
             self._jobs.put((job, future))
         return future
+
+    @staticmethod
+    def drain_all() -> None:
+        """Return when all jobs of all threads of this process have ended, well or badly."""
+        for thread in list(OrderedThread._all):
+            wait([thread.submit(lambda: None)])
+
+    @staticmethod
+    def leave() -> None:
+        """Give what is under way a second, then have it raise; return when all threads are idle."""
+        threads = dict(OrderedThread._all)
+        for thread in threads:
+            thread._jobs.put(None)
+        for _ in range(2):
+            deadline = time.monotonic() + 1.0
+            for running in threads.values():
+                running.join(max(0.0, deadline - time.monotonic()))
+            leaving.set()
 
 
 def _serve(jobs: queue.SimpleQueue[_Job | None], ended: list[int]) -> None:
