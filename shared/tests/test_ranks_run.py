@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+import importlib.util
 import os
 import re
 import signal
@@ -97,9 +98,15 @@ def test_ranks_see_the_callers_present_environment_and_folder(monkeypatch, tmp_p
     assert run(report_environment, 1) == [("new", None, str(tmp_path))]
 
 
-def test_a_partial_function_runs():
-    got = run(functools.partial(describe, b="bound"), 1, "given")
-    assert got[0][2:4] == ("given", "bound")
+def test_functions_of_a_module_off_the_path_run_also_bound_to_arguments(tmp_path, monkeypatch):
+    file = tmp_path / "off_the_path.py"
+    file.write_text("def double(ranks, x):\n    return 2 * x + ranks.rank\n")
+    spec = importlib.util.spec_from_file_location("off_the_path", file)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "off_the_path", module)
+    spec.loader.exec_module(module)
+    assert run(module.double, 2, 3) == [6, 7]
+    assert run(functools.partial(module.double, x=4), 2) == [8, 9]
 
 
 def nested(ranks):
@@ -257,10 +264,10 @@ def return_with_work_in_flight(ranks):
     other = ranks.duplicate("other")
     if ranks.rank == 0:
         for group in (ranks, other):
+            group._thread.submit(lambda: time.sleep(0.5))  # long enough to be missed
             group.all_reduce(torch.ones(3), async_op=True)
             group.all_reduce(torch.ones(3), async_op=True)
         return None
-    time.sleep(0.5)
     return [g.all_reduce(torch.ones(3)).tolist() for g in (ranks, ranks, other, other)]
 
 

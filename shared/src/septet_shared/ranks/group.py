@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import pickle
@@ -434,6 +435,10 @@ def _open(
     if group is not None:
         rank, size, name = group.rank(), group.size(), group.group_name
         members = dist.get_process_group_ranks(group)
+        if not _sessions_of_group:
+            # gloo's threads let go of a tensor a moment after its exchange; when that was Python's
+            # last hold on it and Python has ended meanwhile, they abort the process.
+            atexit.register(time.sleep, 0.1)
         turn = _sessions_of_group.get(name, 0)
         _sessions_of_group[name] = turn + 1
         store = PrefixStore(f"septet/{turn}", dist.distributed_c10d._get_process_group_store(group))

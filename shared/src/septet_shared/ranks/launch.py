@@ -312,8 +312,6 @@ def _failure(rank: int, error: BaseException) -> bytes:
         kind = next(k for k in type(error).__mro__ if k.__module__ == RankError.__module__)
         raised = kind(named, rank=who, op=error.op, waited_s=error.waited_s)
     consequence = isinstance(error, PeerLost) or type(error) is RankError
-    if raised.op == "run":  # of ranks that this rank has run
-        consequence = False
     return pickle.dumps(("error", raised, consequence))
 
 

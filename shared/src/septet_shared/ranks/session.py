@@ -436,7 +436,7 @@ def poll(done: Callable[[], bool], look: Callable[[float], None]) -> None:
                 if done():  # a peer may come, and then end, between two looks
                     return
                 raise
-        time.sleep(min(max(20e-6, (now - started) / 5), 2e-3))
+        time.sleep(min(max(20e-6, (now - started) / 5), 4e-3))
 
 
 def _read(frame: bytes, size: int) -> tuple[str, tuple[int, ...]]:
