@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from septet_shared.link import LinkSpec, emulate
+from septet_shared.profiling import bench_row
 from septet_shared.ranks import Ranks
 from septet_shared.ranks import run as run_ranks
 from septet_shared.symmetric_heap import SymmetricHeap
@@ -61,18 +62,8 @@ def run() -> Iterator[dict[str, Any]]:
 
 
 def row(name: str, variant: str, value: float, unit: str, must: str, notes: str) -> dict[str, Any]:
-    """A row without a peer."""
-    return {
-        "name": name,
-        "variant": variant,
-        **dict.fromkeys(("peer", "ratio", "ratio_low", "ratio_high")),
-        "value": value,
-        "unit": unit,
-        "kind": "measured",
-        "threads": 1,
-        "notes": notes,
-        "must": must,
-    }
+    """A row of this benchmark: ranks have one thread each."""
+    return bench_row(name, variant, value, unit, must=must, notes=notes, threads=1)
 
 
 def rate_row(rate: str, way: str, nbytes: int, spans: list[Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from septet_shared.memory_pool import Arena, BufferRing, SpillFile, pinned
-from septet_shared.profiling import Comparison, compare
+from septet_shared.profiling import Comparison, bench_row, compare
 
 KIB, MIB = 2**10, 2**20
 ROUNDS = 15
@@ -100,18 +100,5 @@ def row(
     name: str, times: Comparison, variant: str, peer: str, value: float, unit: str
 ) -> dict[str, Any]:
     """One row of the benchmark's table."""
-    ratio = times.ratio(peer, variant)
-    return {
-        "name": name,
-        "variant": variant,
-        "peer": peer,
-        "ratio": ratio.value,
-        "ratio_low": ratio.low,
-        "ratio_high": ratio.high,
-        "value": value,
-        "unit": unit,
-        "kind": "measured",
-        "threads": torch.get_num_threads(),
-        "notes": f"{times.notes}, {ROUNDS} rounds",
-        "must": None,
-    }
+    ratio, notes = times.ratio(peer, variant), f"{times.notes}, {ROUNDS} rounds"
+    return bench_row(name, variant, value, unit, peer=peer, ratio=ratio, notes=notes)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from septet_shared import native
+from septet_shared.profiling import bench_row
 
 ROUNDS = 7
 
@@ -107,18 +108,12 @@ def run() -> Iterator[dict[str, Any]]:
         ("cold", cold_s, "s", "<= 4"),
         ("cached", cached_ms, "ms", "<= 10"),
     ):
-        yield {
-            "name": "native.build",
-            "variant": variant,
-            **dict.fromkeys(("peer", "ratio", "ratio_low", "ratio_high")),
-            "value": statistics.median(values),
-            "unit": unit,
-            "kind": "measured",
-            "threads": 1,
-            "notes": f"{len(SOURCE.splitlines())} lines, {native.available()}, {ROUNDS} rounds, "
-            f"{min(values):.3g} to {max(values):.3g} {unit}",
-            "must": must,
-        }
+        notes = (
+            f"{len(SOURCE.splitlines())} lines, {native.available()}, {ROUNDS} rounds, "
+            f"{min(values):.3g} to {max(values):.3g} {unit}"
+        )
+        median = statistics.median(values)
+        yield bench_row("native.build", variant, median, unit, must=must, notes=notes, threads=1)
 
 
 def timed_build(cache: str) -> tuple[float, int]:

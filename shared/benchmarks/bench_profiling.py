@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import septet_shared
-from septet_shared.profiling import compare, span, trace
+from septet_shared.profiling import bench_row, compare, span, trace
 
 # One process imports torch; its forks, each with nothing of ours loaded, import one module each.
 IMPORTS = """
@@ -45,20 +45,7 @@ def row(
     name: str, variant: str, value: float, unit: str, notes: str, must: str | None
 ) -> dict[str, Any]:
     """A row of `bench --json`, without a peer."""
-    return {
-        "name": name,
-        "variant": variant,
-        "peer": None,
-        "ratio": None,
-        "ratio_low": None,
-        "ratio_high": None,
-        "value": value,
-        "unit": unit,
-        "kind": "measured",
-        "threads": torch.get_num_threads(),
-        "notes": notes,
-        "must": must,
-    }
+    return bench_row(name, variant, value, unit, must=must, notes=notes)
 
 
 def span_ns() -> float:

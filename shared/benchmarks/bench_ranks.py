@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from septet_shared.hardware import HardwareProfile, Link
 from septet_shared.link import LinkSpec, emulate
-from septet_shared.profiling import Ratio, compare, measure
+from septet_shared.profiling import Ratio, bench_row, compare, measure
 from septet_shared.ranks import PeerLost, Ranks
 from septet_shared.ranks import run as run_ranks
 from septet_shared.streams import OpGraph, simulate
@@ -41,20 +41,20 @@ def run() -> Iterator[dict[str, Any]]:
     yield from starts()
     for size in (2, 4):
         times = sorted(t for us in run_ranks(barriers, size) for t in us)
-        yield {
-            **row("ranks.barrier", f"{size} ranks", statistics.median(times), "us"),
-            "notes": f"median of {len(times)}; 99 % within {times[len(times) * 99 // 100]:.3g} us",
-        }
+        notes = f"median of {len(times)}; 99 % within {times[len(times) * 99 // 100]:.3g} us"
+        yield row("ranks.barrier", f"{size} ranks", statistics.median(times), "us", notes=notes)
     for kib in (1, 64, 1024, 16384):
         for name, (ratio, ours_s, peer_s) in run_ranks(exchanges, 2, kib)[0].items():
-            yield {
-                **row(f"ranks.{name}", f"2 ranks, {kib} KiB a rank", ours_s * 1e6, "us"),
-                "peer": "gloo",
-                "ratio": ratio.value,
-                "ratio_low": ratio.low,
-                "ratio_high": ratio.high,
-                "notes": f"gloo {peer_s * 1e6:.4g} us; {ROUNDS} rounds, outputs checked equal",
-            }
+            yield bench_row(
+                f"ranks.{name}",
+                f"2 ranks, {kib} KiB a rank",
+                ours_s * 1e6,
+                "us",
+                peer="gloo",
+                ratio=ratio,
+                notes=f"gloo {peer_s * 1e6:.4g} us; {ROUNDS} rounds, outputs checked equal",
+                threads=1,
+            )
     for variant, shape in PIPELINES.items():
         yield pipeline_row(variant, *shape)
 
@@ -62,18 +62,8 @@ def run() -> Iterator[dict[str, Any]]:
 def row(
     name: str, variant: str, value: float, unit: str, must: str | None = None, notes: str = ""
 ) -> dict[str, Any]:
-    """A row without a peer."""
-    return {
-        "name": name,
-        "variant": variant,
-        **dict.fromkeys(("peer", "ratio", "ratio_low", "ratio_high")),
-        "value": value,
-        "unit": unit,
-        "kind": "measured",
-        "threads": 1,
-        "notes": notes,
-        "must": must,
-    }
+    """A row of this benchmark: ranks have one thread each."""
+    return bench_row(name, variant, value, unit, must=must, notes=notes, threads=1)
 
 
 # ---- a killed rank ----

@@ -8,7 +8,7 @@ the graph is not timed. Pure Python on one thread: CPU time is what it takes on 
 from collections.abc import Iterator
 from typing import Any
 
-from septet_shared.profiling import HardwareProfile, measure
+from septet_shared.profiling import HardwareProfile, bench_row, measure
 from septet_shared.streams import OpGraph, simulate
 
 
@@ -41,17 +41,6 @@ def run() -> Iterator[dict[str, Any]]:
     profile = HardwareProfile.load("dgx-a100-8x8")
     for name, graphs, must in cases:
         timing = measure(lambda graphs=graphs: simulate(graphs, profile), rounds=15, clock="cpu")
-        yield {
-            "name": name,
-            "variant": "septet_shared.streams",
-            "peer": None,
-            "ratio": None,
-            "ratio_low": None,
-            "ratio_high": None,
-            "value": timing.median_s,
-            "unit": "s",
-            "kind": "measured",
-            "threads": 1,
-            "notes": f"CPU time, median of 15, interquartile range {timing.iqr_s:.2g} s",
-            "must": must,
-        }
+        notes = f"CPU time, median of 15, interquartile range {timing.iqr_s:.2g} s"
+        variant = "septet_shared.streams"
+        yield bench_row(name, variant, timing.median_s, "s", must=must, notes=notes, threads=1)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from septet_shared import ranks as ranks_module
-from septet_shared.profiling import compare
+from septet_shared.profiling import bench_row, compare
 from septet_shared.ranks import PeerLost, Ranks
 from septet_shared.symmetric_heap import SymmetricHeap, copy_
 
@@ -41,43 +41,29 @@ def run() -> Iterator[dict[str, Any]]:
     yield row("heap.signal and wait", "2 ranks, one way", times, None)
     for mib, whole in [(mib, whole) for whole in (False, True) for mib in MIB]:
         ratio, ours_s, peer_s = ranks_module.run(exchanges, 2, mib, whole)[0]
-        yield {
-            "name": "heap.all_to_all",
-            "variant": f"2 ranks, {mib} MiB a rank" + whole * ", one tensor",
-            "peer": "gloo all_to_all_single",
-            "ratio": ratio.value,
-            "ratio_low": ratio.low,
-            "ratio_high": ratio.high,
-            "value": ours_s * 1e3,
-            "unit": "ms",
-            "kind": "measured",
-            "threads": 1,
-            "notes": f"gloo {peer_s * 1e3:.3g} ms; {ROUNDS} rounds, outputs checked equal",
-            "must": None if whole else ">= 5",
-        }
+        yield bench_row(
+            "heap.all_to_all",
+            f"2 ranks, {mib} MiB a rank" + whole * ", one tensor",
+            ours_s * 1e3,
+            "ms",
+            must=None if whole else ">= 5",
+            peer="gloo all_to_all_single",
+            ratio=ratio,
+            notes=f"gloo {peer_s * 1e3:.3g} ms; {ROUNDS} rounds, outputs checked equal",
+            threads=1,
+        )
     seconds = [seconds_to_notice() for _ in range(KILLS)]
-    yield {
-        **row("heap wait, peer killed", "slowest survivor", sorted(seconds), "<= 5"),
-        "value": max(seconds),
-        "unit": "s",
-        "notes": f"{KILLS} of {KILLS} named; median {statistics.median(seconds):.3g} s",
-    }
+    notes = f"{KILLS} of {KILLS} named; median {statistics.median(seconds):.3g} s"
+    name, variant = "heap wait, peer killed", "slowest survivor"
+    yield bench_row(name, variant, max(seconds), "s", must="<= 5", notes=notes, threads=1)
 
 
 def row(name: str, variant: str, ordered: list[float], must: str | None) -> dict[str, Any]:
     """A row of microseconds; value is the median."""
     tail = ordered[int(len(ordered) * 0.99)]
-    return {
-        "name": name,
-        "variant": variant,
-        **dict.fromkeys(("peer", "ratio", "ratio_low", "ratio_high")),
-        "value": statistics.median(ordered),
-        "unit": "us",
-        "kind": "measured",
-        "threads": 1,
-        "notes": f"{len(ordered)} calls, 99 % within {tail:.3g} us, {os.cpu_count()} cores",
-        "must": must,
-    }
+    notes = f"{len(ordered)} calls, 99 % within {tail:.3g} us, {os.cpu_count()} cores"
+    median = statistics.median(ordered)
+    return bench_row(name, variant, median, "us", must=must, notes=notes, threads=1)
 
 
 def barriers(ranks: Ranks) -> list[float]:

@@ -14,7 +14,9 @@ import torch
 from septet_shared import profiling
 from septet_shared.profiling import (
     OutputsDiffer,
+    Ratio,
     assert_same,
+    bench_row,
     compare,
     measure,
     span,
@@ -391,3 +393,15 @@ def test_one_variant_is_no_comparison():
 def test_the_cuda_clock_is_refused_without_a_device():
     with pytest.raises(ValueError, match="without a CUDA device; got 'cuda'"):
         measure(lambda: None, clock="cuda")
+
+
+def test_a_row_has_every_key_and_only_a_compared_ratio_has_an_interval():
+    alone = bench_row("sum", "ours", 2.0, "s", must="<= 3")
+    beside = bench_row("sum", "ours", 2.0, "s", peer="theirs", ratio=Ratio(4.0, 3.0, 5.0))
+    counted = bench_row("bytes", "ours", 8, "B", peer="theirs", ratio=50.0, kind="counted")
+    assert list(alone) == list(beside) == list(compare({"a": int, "b": int}).rows()[0])
+    ends = ("ratio", "ratio_low", "ratio_high")
+    assert [alone[end] for end in ends] == [None, None, None]
+    assert [beside[end] for end in ends] == [4.0, 3.0, 5.0]
+    assert [counted[end] for end in ends] == [50.0, None, None]
+    assert (alone["must"], alone["kind"], counted["kind"]) == ("<= 3", "measured", "counted")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ecorec import TTEmbeddingBag, TTSpec
-from septet_shared.profiling import Comparison, compare
+from septet_shared.profiling import Comparison, bench_row, compare
 
 ROWS, DIM, BAGS, POOLING, ZIPF = 10_000_000, 32, 4096, 20, 1.05
 P, Q = (64, 64, 2500), (2, 4, 4)
@@ -90,20 +90,10 @@ def _rows_of_rank(rank: int, input: Tensor) -> Iterator[dict[str, Any]]:
         ("parameters", spec.bytes, "B", spec.compression, "times fewer bytes than the dense table"),
         ("flops", flops, "FLOP", None, f"of a forward; {counted} of {input.numel():,} lookups"),
     ):
-        yield {
-            "name": name,
-            "variant": variant,
-            "peer": THEIRS if ratio else None,
-            "ratio": ratio,
-            "ratio_low": None,
-            "ratio_high": None,
-            "value": value,
-            "unit": unit,
-            "kind": "counted",
-            "threads": THREADS,
-            "notes": notes,
-            "must": None,
-        }
+        peer = THEIRS if ratio else None
+        yield bench_row(
+            name, variant, value, unit, peer=peer, ratio=ratio, kind="counted", notes=notes
+        )
 
 
 def _step(forward: Callable[[], Tensor], module: nn.Module, chosen: Tensor) -> Callable[[], Tensor]:

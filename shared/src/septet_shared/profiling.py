@@ -26,7 +26,7 @@ from septet_shared.streams import write_chrome_trace
 
 __all__ = [
     "Comparison", "HardwareProfile", "Link", "OutputsDiffer", "Ratio", "Timing", "Trace",
-    "assert_same", "calibrate", "compare", "measure", "span", "trace",
+    "assert_same", "bench_row", "calibrate", "compare", "measure", "span", "trace",
 ]  # fmt: skip
 
 Clock = Literal["wall", "cpu", "cuda"]
@@ -262,6 +262,41 @@ class Ratio:
     high: float
 
 
+def bench_row(
+    name: str,
+    variant: str,
+    value: float | None,
+    unit: str,
+    *,
+    must: str | None = None,
+    notes: str = "",
+    peer: str | None = None,
+    ratio: Ratio | float | None = None,
+    kind: Literal["measured", "simulated", "counted"] = "measured",
+    threads: int | None = None,
+) -> dict[str, Any]:
+    """One row of `bench --json`, with every key that such a row has.
+
+    must: a bound like "<= 10" on the ratio where there is one, else on the value. ratio: peer over
+    variant; a number has no interval. threads: None is torch's present number.
+    """
+    ends = (ratio.low, ratio.high) if isinstance(ratio, Ratio) else (None, None)
+    return {
+        "name": name,
+        "variant": variant,
+        "peer": peer,
+        "ratio": ratio.value if isinstance(ratio, Ratio) else ratio,
+        "ratio_low": ends[0],
+        "ratio_high": ends[1],
+        "value": value,
+        "unit": unit,
+        "kind": kind,
+        "threads": torch.get_num_threads() if threads is None else threads,
+        "notes": notes,
+        "must": must,
+    }
+
+
 class OutputsDiffer(AssertionError):
     """A ratio was asked of two variants whose outputs differ; names both and says how."""
 
@@ -371,16 +406,10 @@ class Comparison:
                 notes = f"outputs differ: {self.differences[peer]}"
             elif peer is not None:
                 ratio = self.ratio(peer, variant)
+            median_s = self.timings[variant].median_s
             rows.append(
-                {
-                    "name": name, "variant": variant, "peer": peer,
-                    "ratio": ratio and ratio.value,
-                    "ratio_low": ratio and ratio.low,
-                    "ratio_high": ratio and ratio.high,
-                    "value": self.timings[variant].median_s, "unit": "s", "kind": "measured",
-                    "threads": torch.get_num_threads(), "notes": notes,
-                }
-            )  # fmt: skip
+                bench_row(name, variant, median_s, "s", peer=peer, ratio=ratio, notes=notes)
+            )
         return rows
 
 

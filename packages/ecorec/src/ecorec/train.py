@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from septet_shared.experiment import progress
+from septet_shared.profiling import bench_row
 
 from .dlrm import DLRM
 from .embedding import TTEmbeddingBag
@@ -229,7 +230,7 @@ def _rows(
 ) -> Iterator[dict[str, Any]]:
     for kind in kinds:
         runs = [train(ratings, kind, epochs=epochs, seed=seed) for seed in range(seeds)]
-        figures: list[tuple[str, str, str, list[float]]] = [
+        figures: list[tuple[str, str, Literal["measured", "counted"], list[float]]] = [
             ("auc", "", "measured", [run.test_auc for run in runs]),
             ("logloss", "nats", "measured", [run.test_logloss for run in runs]),
             ("embedding_bytes", "B", "counted", [run.embedding_bytes for run in runs]),
@@ -240,19 +241,8 @@ def _rows(
             each = ", ".join(
                 f"seed {run.seed}: {_plain(v)}" for run, v in zip(runs, values, strict=True)
             )
-            yield {
-                "name": name,
-                "variant": kind,
-                "peer": None,
-                "ratio": None,
-                "ratio_low": None,
-                "ratio_high": None,
-                "value": values[0] if len(set(values)) == 1 else sum(values) / len(values),
-                "unit": unit,
-                "kind": measured,
-                "threads": THREADS,
-                "notes": each,
-            }
+            mean = values[0] if len(set(values)) == 1 else sum(values) / len(values)
+            yield bench_row(name, kind, mean, unit, kind=measured, notes=each, threads=THREADS)
 
 
 def _plain(value: float) -> str:
