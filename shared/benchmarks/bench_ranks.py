@@ -182,7 +182,8 @@ def exchanges(ranks: Ranks, kib: int) -> dict[str, tuple[Ratio, float, float]]:
     rng = torch.Generator().manual_seed(ranks.rank)
     # Whole numbers: gloo may add in any order.
     sent = torch.randint(100, (kib * KIB // 4,), generator=rng).float()
-    got, gathered = torch.empty_like(sent), sent.new_empty(ranks.size * len(sent))
+    got, into = torch.empty_like(sent), torch.empty_like(sent)
+    gathered = sent.new_empty(ranks.size * len(sent))
     half = [len(sent) // 2] * 2
 
     def gloo_reduce(t: torch.Tensor) -> torch.Tensor:
@@ -198,7 +199,10 @@ def exchanges(ranks: Ranks, kib: int) -> dict[str, tuple[Ratio, float, float]]:
         return gathered.view(ranks.size, -1)
 
     cases = {
-        "all_to_all_rows": (lambda: ranks.all_to_all_rows(sent, half, half), gloo_exchange),
+        "all_to_all_rows": (
+            lambda: ranks.all_to_all_rows(sent, half, half, out=into),
+            gloo_exchange,
+        ),
         "all_gather": (lambda: ranks.all_gather(sent), gloo_gather),
         "all_reduce": (lambda: ranks.all_reduce(sent.clone()), lambda: gloo_reduce(sent.clone())),
     }

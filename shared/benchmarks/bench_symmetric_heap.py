@@ -40,7 +40,7 @@ def run() -> Iterator[dict[str, Any]]:
     times = sorted(t for us in ranks_module.run(signals, 2) for t in us)
     yield row("heap.signal and wait", "2 ranks, one way", times, None)
     for mib, whole in [(mib, whole) for whole in (False, True) for mib in MIB]:
-        ratio, ours_s, peer_s = ranks_module.run(exchanges, 2, mib, whole)[0]
+        ratio, ours_s, peer_s, alone_s = ranks_module.run(exchanges, 2, mib, whole)[0]
         yield bench_row(
             "heap.all_to_all",
             f"2 ranks, {mib} MiB a rank" + whole * ", one tensor",
@@ -49,7 +49,8 @@ def run() -> Iterator[dict[str, Any]]:
             must=None if whole else ">= 5",
             peer="gloo all_to_all_single",
             ratio=ratio,
-            notes=f"gloo {peer_s * 1e3:.3g} ms; {ROUNDS} rounds, outputs checked equal",
+            notes=f"gloo {peer_s * 1e3:.3g} ms; the copies without barriers {alone_s * 1e3:.3g} ms; "
+            f"{ROUNDS} rounds, outputs checked equal",
             threads=1,
         )
     seconds = [seconds_to_notice() for _ in range(KILLS)]
@@ -98,8 +99,11 @@ def signals(ranks: Ranks) -> list[float]:
     return times
 
 
-def exchanges(ranks: Ranks, mib: int, whole: bool) -> tuple[Any, float, float]:
-    """(ratio of gloo to the heap, seconds of one exchange over the heap, over gloo)."""
+def exchanges(ranks: Ranks, mib: int, whole: bool) -> tuple[Any, float, float, float]:
+    """(ratio of gloo to the heap, seconds of one exchange: heap, gloo, its copies alone).
+
+    The copies alone are the limit: as many bytes, moved by both ranks at once, with no waiting.
+    """
     rank, size, repeats = ranks.rank, ranks.size, REPEATS[mib]
     heap = SymmetricHeap.create(ranks, 2 * (mib << 20))
     channel = heap.channel("bench")
@@ -119,15 +123,22 @@ def exchanges(ranks: Ranks, mib: int, whole: bool) -> tuple[Any, float, float]:
             channel.barrier("all rows have arrived")
         return parts
 
+    def copies_alone() -> list[torch.Tensor]:
+        for _ in range(repeats):
+            for r in targets:
+                copy_(slots[r], sent[r])
+        channel.barrier("all rows have arrived")
+        return parts
+
     def over_gloo() -> list[torch.Tensor]:
         for _ in range(repeats):
             dist.all_to_all_single(plain, sent, group=ranks.group)
         return list(plain)
 
-    result = compare({"heap": over_heap, "gloo": over_gloo}, rounds=ROUNDS)
-    ratio = result.ratio("gloo", "heap")
-    ours, peer = (result.timings[v].median_s / repeats for v in ("heap", "gloo"))
-    return ratio, ours, peer
+    ways = {"heap": over_heap, "gloo": over_gloo, "copies": copies_alone}
+    result = compare(ways, rounds=ROUNDS)
+    ours, peer, alone = (result.timings[way].median_s / repeats for way in ways)
+    return result.ratio("gloo", "heap"), ours, peer, alone
 
 
 def killed_waiting(ranks: Ranks, folder: str) -> None:

@@ -128,6 +128,26 @@ def test_a_strided_view_a_scalar_a_parameter_and_nan_are_reduced_in_place():
         assert nan[1] == 1
 
 
+def write_what_autograd_saved(ranks, way, count):
+    saved = torch.ones(count)
+    loss = (torch.ones(count, requires_grad=True) * saved).sum()
+    each = [count // 2] * 2
+    {
+        "all_reduce": lambda: ranks.all_reduce(saved),
+        "broadcast": lambda: ranks.broadcast(saved),
+        "all_to_all_rows": lambda: ranks.all_to_all_rows(torch.ones(count), each, each, out=saved),
+    }[way]()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    return True
+
+
+@pytest.mark.parametrize("way", ["all_reduce", "broadcast", "all_to_all_rows"])
+@pytest.mark.parametrize("count", [4, 70_000])
+def test_autograd_notices_that_a_saved_tensor_was_overwritten(way, count):
+    assert run(write_what_autograd_saved, 2, way, count) == [True, True]
+
+
 def gather_and_broadcast(ranks):
     out = []
     for shape, dtype in itertools.product([(), (0, 3), (3, 2)], [torch.float32, torch.int16]):

@@ -105,12 +105,13 @@ class Collectives:
             else:
                 chunk = -(-n // w)
                 sent = torch.cat([flat, flat.new_zeros(chunk * w - n)]) if chunk * w > n else flat
-                got, total = torch.empty_like(sent), torch.empty_like(sent)
+                got = torch.empty_like(sent)
                 share = self._each(chunk * flat.element_size())
                 self._move(name, share, lambda: self._exchange(got, sent, [], []))
-                self._gather_into(name, total, _combine(got.view(w, chunk), op))
-                total = total[:n]
-            return t.copy_(total.view(t.shape))
+                # All that was in `sent`, which may be t itself, has arrived where it is wanted.
+                self._gather_into(name, sent, _combine(got.view(w, chunk), op))
+                total = sent[:n]
+            return _written(t, total)
 
         return self._collective(name, problem, f"{name} {shape_text(t)}", (), reduce, async_op, t)
 
@@ -162,7 +163,7 @@ class Collectives:
             self._move(
                 "broadcast", bytes_out, lambda: [broadcast(self._pg, _bytes(flat), src)], bytes_in
             )
-            return t if flat.data_ptr() == t.data_ptr() else t.copy_(flat.view(t.shape))
+            return _written(t, flat)
 
         statement = f"broadcast from {src} {shape_text(t)}"
         result = self._collective("broadcast", problem, statement, (), send, False, t)
@@ -247,7 +248,7 @@ class Collectives:
                 self._move(
                     name, sent, lambda: self._exchange(got, source, received, sent), received
                 )
-            return got
+            return got if out is None else _written(out, got)
 
         uses = (rows,) if out is None else (rows, out)
         statement = f"{name} of rows {shape_text(rows, skip=1)}"
@@ -454,6 +455,14 @@ def _flat(t: Tensor) -> Tensor:
     return t.resolve_conj().resolve_neg().contiguous().view(-1)
 
 
+def _written(t: Tensor, flat: Tensor) -> Tensor:
+    """`t` with the elements of `flat`, which may be its own memory."""
+    if _storage(flat) != _storage(t):
+        return t.copy_(flat.view(t.shape))
+    torch.autograd.graph.increment_version(t)  # autograd did not see the bytes arrive
+    return t
+
+
 def _bytes(t: Tensor) -> Tensor:
     # Not `view`: that leaves a single element whatever stride it had.
     return t.as_strided((t.numel(),), (1,)).view(torch.uint8)
@@ -472,10 +481,10 @@ def integers(values: Sequence[int] | Tensor) -> list[int]:
 
 
 def _combine(rows: Tensor, op: str) -> Tensor:
-    """[n] the rows [W, n] combined one after another, in rank order."""
+    """[n] the rows [W, n] combined one after another, in rank order; overwrites `rows`."""
     half = rows.is_floating_point() and rows.element_size() <= 2
-    total = rows[0].float() if half else rows[0].clone()
+    total = rows[0].float() if half else rows[0]
     for row in rows[1:]:
         row = row.to(total.dtype)
-        total = total.add_(row) if op == "sum" else torch.maximum(total, row)
+        total = total.add_(row) if op == "sum" else torch.maximum(total, row, out=total)
     return total.to(rows.dtype)

@@ -81,6 +81,7 @@ class Session:
         self._sequence = 0
         self._moves = 0  # exchanges of data since the latest meeting
         self._met_at = 0.0  # when the last rank came to it, on this host's monotonic clock
+        self._spin_s = _SPIN_S  # how long the next wait yields before it sleeps
         self._missing: list[int] = []
         self._abort: str | None = None
         self._unfinished: list[Any] = []  # works that this rank waits for no more
@@ -151,10 +152,12 @@ class Session:
             if waited_s > self.timeout_s:
                 raise self._timed_out(op, waited_s, missing())
 
-        poll(done, look)
+        spin_s, self._spin_s = self._spin_s, _SPIN_S
+        poll(done, look, spin_s)
 
     def wait_work(self, work: Any, op: str) -> None:
         """Wait for a c10d work of the CPU, looking after the peers every 100 ms."""
+        self._spin_s = 0.0  # gloo's threads of a peer that is just behind may need this core
         try:
             self._wait_work(work, op)
         finally:
@@ -416,7 +419,7 @@ class Session:
         return [f.numpy().tobytes() for f in out.view(self.size, -1)]
 
 
-def poll(done: Callable[[], bool], look: Callable[[float], None]) -> None:
+def poll(done: Callable[[], bool], look: Callable[[float], None], spin_s: float = _SPIN_S) -> None:
     """Return when `done()`: yields, then sleeps; calls `look(seconds waited)` every 100 ms.
 
     What `look` raises ends the wait, unless `done()` became true just before.
@@ -425,7 +428,7 @@ def poll(done: Callable[[], bool], look: Callable[[float], None]) -> None:
     looked = started
     while not done():
         now = time.monotonic()
-        if now - started < _SPIN_S:
+        if now - started < spin_s:
             _yield()
             continue
         if now - looked >= TICK_S:
