@@ -49,7 +49,7 @@ def run() -> Iterator[dict[str, Any]]:
             must=None if whole else ">= 5",
             peer="gloo all_to_all_single",
             ratio=ratio,
-            notes=f"gloo {peer_s * 1e3:.3g} ms; the copies without barriers {alone_s * 1e3:.3g} ms; "
+            notes=f"gloo {peer_s * 1e3:.3g} ms; its copies alone {alone_s * 1e3:.3g} ms; "
             f"{ROUNDS} rounds, outputs checked equal",
             threads=1,
         )

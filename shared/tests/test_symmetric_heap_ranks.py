@@ -257,6 +257,31 @@ def test_a_killed_rank_is_named_by_all_others_who_recover_without_it(where, tmp_
     assert set(Path("/dev/shm").glob("septet*")) <= before
 
 
+def returned_peer(ranks, way, folder):
+    heap = SymmetricHeap.create(ranks, 1 << 12)
+    channel = heap.channel("c", 1)
+    channel.barrier("begin")
+    if ranks.rank == 1:
+        channel.signal(0, 0, 1)
+        return
+    time.sleep(0.3)
+    channel.wait(0, 1)  # what it did before it returned has been done
+    started = time.monotonic()
+    try:
+        channel.barrier("never") if way == "barrier" else channel.wait(0, 2)
+    except PeerLost as error:
+        report(folder, ranks, message=str(error), rank=error.rank, s=time.monotonic() - started)
+
+
+@pytest.mark.parametrize("way", ["barrier", "wait"])
+def test_a_wait_for_a_rank_that_has_returned_ends_and_names_it(way, tmp_path):
+    run(returned_peer, 2, way, str(tmp_path))
+    found = json.loads((tmp_path / "0.json").read_text())
+    assert found["rank"] == 1
+    assert "returned without taking part" in found["message"]
+    assert found["s"] <= 5
+
+
 def raising_inside(ranks, folder):
     started = time.monotonic()
     try:

@@ -248,9 +248,16 @@ class Ranks(Collectives):
         """Values of the keys (keys[r] is rank r's), once all are set; errors as `check_alive`."""
         return self.session.wait_keys(keys, op)
 
-    def check_alive(self, op: str, waited_s: float = 0.0) -> None:
-        """Raise PeerLost when a peer's process has ended, RankError when the group was aborted."""
+    def check_alive(self, op: str, waited_s: float = 0.0, missing: Sequence[int] = ()) -> None:
+        """Raise PeerLost when a peer's process has ended, RankError when the group was aborted.
+
+        Args:
+            op, waited_s: what the error says.
+            missing: ranks that the caller waits for: PeerLost too when one of them has returned
+                from the function of `run`, and so takes part in nothing more.
+        """
         self.session.check_alive(op, waited_s)
+        self.session.check_finished(op, waited_s, missing)
 
     def abort(self, error: BaseException | str, op: str) -> None:
         """Make every rank's present and next wait in this group raise a RankError with `error`.

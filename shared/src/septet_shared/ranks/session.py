@@ -148,7 +148,7 @@ class Session:
 
         def look(waited_s: float) -> None:
             self.check_alive(op, waited_s)
-            self._check_finished(op, waited_s, missing())
+            self.check_finished(op, waited_s, missing())
             if waited_s > self.timeout_s:
                 raise self._timed_out(op, waited_s, missing())
 
@@ -292,7 +292,8 @@ class Session:
         why = f"the store that it keeps no longer answers: {error}"
         return self._lost(self.members.index(0), why, op, waited_s)
 
-    def _check_finished(self, op: str, waited_s: float, missing: Sequence[int]) -> None:
+    def check_finished(self, op: str, waited_s: float, missing: Sequence[int]) -> None:
+        """Raise PeerLost when a rank that is waited for has said that it takes part no more."""
         for r in missing:
             if self._has_finished(r):
                 raise self._lost(r, "it has returned without taking part", op, waited_s)

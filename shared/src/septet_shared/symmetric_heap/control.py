@@ -11,7 +11,7 @@ import hashlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import c_int32, c_int64
 from typing import NoReturn
 
@@ -46,7 +46,8 @@ class Control:
     Args:
         rank: this rank.
         pages: [size] every rank's pages, mapped here.
-        check_alive: raises when the group was aborted or one of its processes ended.
+        check_alive: raises when the group was aborted, one of its processes ended, or one of the
+            ranks waited for has returned.
         lives: whether a rank's process lives.
         timeout_s: limit of a wait that names none.
     """
@@ -55,7 +56,7 @@ class Control:
         self,
         rank: int,
         pages: list[SharedPages],
-        check_alive: Callable[[str, float], None],
+        check_alive: Callable[[str, float, Sequence[int]], None],
         lives: Callable[[int], bool],
         timeout_s: float,
     ) -> None:
@@ -93,7 +94,7 @@ class Control:
 
         Raises:
             RankError: the heap is poisoned, or the group was aborted.
-            PeerLost: a living rank's process ended.
+            PeerLost: a living rank's process ended, or the missing rank has returned.
             RankTimeout: names the rank and the text of `missing()`.
         """
         limit = self.timeout_s if timeout_s is None else timeout_s
@@ -105,19 +106,29 @@ class Control:
             if outcome not in (NOT_YET, POISONED):
                 return outcome
             waited = time.monotonic() - started
-            self.check(op, waited)
+            rank, what = missing()
+            others = [r for r in self.living if r != self.rank]
+            only = others if rank is None and len(others) == 1 else [rank]
+            try:
+                self.check(op, waited, [r for r in only if r is not None])
+            except PeerLost:
+                if attempt(0) == DONE:  # it came, and then ended, between two looks
+                    return DONE
+                raise
             if waited >= limit:
-                rank, what = missing()
                 message = f"{op}: {what} within {waited:.3g} s (rank {self.rank} waited)"
                 raise RankTimeout(message, rank=rank, op=op, waited_s=waited)
             del held
 
-    def check(self, op: str, waited_s: float) -> None:
-        """Raise when the heap is poisoned, a living rank has died, or the group was aborted."""
+    def check(self, op: str, waited_s: float, missing: Sequence[int] = ()) -> None:
+        """Raise when the heap is poisoned, a living rank has died, or the group was aborted.
+
+        Also when one of the ranks that a wait is `missing` has returned.
+        """
         if c_int32.from_address(self.poison_address).value:
             self._raise_poison(op, waited_s)
         if len(self.living) == self.size:
-            self.check_alive(op, waited_s)
+            self.check_alive(op, waited_s, missing)
         for r in self.living:
             if not self.lives(r):
                 message = f"{op}: lost rank {r} after rank {self.rank} waited {waited_s:.3g} s"

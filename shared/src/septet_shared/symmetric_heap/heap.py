@@ -289,9 +289,9 @@ class SymmetricHeap:
         if ranks is not None and ranks.size == self.size:
             self._ranks, c.check_alive = ranks, ranks.check_alive
         try:
-            c.check_alive("recover", 0.0)
+            c.check_alive("recover", 0.0, ())
         except RankError:  # what the old group ended with is over; from now on only deaths count
-            c.check_alive = lambda op, waited_s: None
+            c.check_alive = lambda op, waited_s, missing: None
         for channel, epoch in zip(channels, epochs, strict=True):
             channel.restart(epoch)
         settle(self.device)

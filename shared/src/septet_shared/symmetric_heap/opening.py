@@ -74,7 +74,7 @@ def local(
     first = LocalMemory(size, device)
     views: list[SymmetricHeap] = []
     for rank in range(size):
-        control = Control(rank, list(pages), lambda op, s: None, lambda r: True, timeout_s)
+        control = Control(rank, list(pages), lambda op, s, missing: None, lambda r: True, timeout_s)
         memory = first if rank == 0 else LocalMemory(size, device, like=first)
         views.append(SymmetricHeap(memory, control, slots))
         views[-1]._views = views
