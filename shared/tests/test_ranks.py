@@ -253,6 +253,22 @@ def test_asynchronous_operations_mix_with_synchronous_ones_in_the_order_of_the_c
                 assert next(results).tolist() == [2.0 * i] * 3
 
 
+def groups_of_two_owners(ranks):
+    first, second = Ranks.wrap(ranks.group), Ranks.wrap(ranks.group)
+    both = [first.duplicate("S"), second.duplicate("S")]
+    seen = [made.all_gather_object(n) for n, made in enumerate(both)]
+    for round in range(3):  # also after the earlier ones have been collected
+        time.sleep(0.05 * ranks.rank)
+        again = Ranks.wrap(ranks.group).duplicate("S")
+        seen.append(again.all_gather_object(round))
+        del again
+    return seen
+
+
+def test_two_owners_of_one_process_group_make_groups_of_the_same_name():
+    assert run(groups_of_two_owners, 2) == [[[0] * 2, [1] * 2, [0] * 2, [1] * 2, [2] * 2]] * 2
+
+
 def exchange_once(ranks):
     rows = torch.arange(6.0).view(3, 2)
     empty = ranks.all_to_all_rows(rows[:0], [0], [0])

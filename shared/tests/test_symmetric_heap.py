@@ -644,7 +644,7 @@ def test_a_heap_larger_than_memory_is_refused_with_both_numbers():
         (lambda h: SymmetricHeap.local(1, 1.5), r"nbytes must be a whole .* got 1\.5"),
         (lambda h: SymmetricHeap.local(1, 64, slots=0), "slots must be .* at least 1; got 0"),
         (lambda h: SymmetricHeap.local(1, 64, timeout_s=0), "timeout_s must be above 0; got 0"),
-        (lambda h: h.grow(-1), "nbytes must be at least 1; got -1"),
+        (lambda h: h.grow(-1), "nbytes must be a whole number of at least 1; got -1"),
         (lambda h: h.arena(0), "nbytes must be at least 1; got 0"),
         (lambda h: h.empty((2, -1), torch.int8), r"shape must .* got \[2, -1\]"),
         (lambda h: h.empty(1, torch.int8, align=3), "align must be a power of two .* got 3"),

@@ -257,6 +257,43 @@ def test_a_killed_rank_is_named_by_all_others_who_recover_without_it(where, tmp_
     assert set(Path("/dev/shm").glob("septet*")) <= before
 
 
+def raising_in_an_arena(ranks):
+    heap = SymmetricHeap.create(ranks, 1 << 12)
+    channel = heap.channel("c")
+    try:
+        with heap.arena(1 << 10) as arena:
+            arena.empty(4, torch.int32)
+            if ranks.rank == 1:
+                time.sleep(0.2)  # its peer has made the next call
+                raise KeyError("no such table")
+            arena.empty(4, torch.int32)
+    except KeyError as error:
+        heap.channel("c").poison(error)
+        return str(error)
+    with pytest.raises(RankError, match="poisoned the heap: KeyError: 'no such table'") as raised:
+        channel.barrier("all have filled it")
+    return str(raised.value)
+
+
+def test_an_exception_inside_an_arena_is_not_hidden_by_the_end_of_the_arena():
+    first, second = run(raising_in_an_arena, 2)
+    assert "no such table" in first
+    assert second == "'no such table'"
+
+
+def growing_badly(ranks):
+    heap = SymmetricHeap.create(ranks, 1 << 12, timeout_s=20.0)
+    with pytest.raises((ValueError, RankError)) as raised:
+        heap.grow(0 if ranks.rank == 1 else 64)
+    return type(raised.value).__name__
+
+
+def test_a_bad_size_on_one_rank_is_told_to_all_at_once():
+    started = time.monotonic()
+    assert set(run(growing_badly, 2)) <= {"RanksDiverged", "ValueError"}
+    assert time.monotonic() - started < 15
+
+
 def returned_peer(ranks, way, folder):
     heap = SymmetricHeap.create(ranks, 1 << 12)
     channel = heap.channel("c", 1)

@@ -99,7 +99,8 @@ def _named(nbytes: int) -> tuple[int, bytes]:
     path = folder / f"septet-{os.getpid()}-{uuid.uuid4().hex}"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        os.ftruncate(fd, nbytes)
+        # Takes the memory now: a write beyond a full folder would end the process with SIGBUS.
+        os.posix_fallocate(fd, 0, nbytes)
     except BaseException:
         os.close(fd)
         path.unlink()

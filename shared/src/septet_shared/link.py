@@ -33,7 +33,7 @@ from torch import Tensor
 
 from septet_shared._shared_pages import SharedPages, share
 from septet_shared.ranks import Ranks, RankTimeout, Work
-from septet_shared.ranks.session import TICK_S
+from septet_shared.ranks.session import TICK_S, poll
 from septet_shared.ranks.work import OrderedThread
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ _BUCKETS = struct.Struct("<2d")  # egress, ingress: when each is free, monotonic
 _COUNTERS = struct.Struct("<2q2d")  # bytes sent, bytes received, egress busy, ingress busy
 _SPEC = struct.Struct("<2d?")  # bytes per second, latency, duplex
 _DEPARTURE = struct.Struct("<Qd")  # key, when the last byte leaves
-_COUNTERS_AT, _SPEC_AT, _RING_AT, _RING = 64, 128, 256, 1024
+_COUNTERS_AT, _SPEC_AT, _RING_AT, _RING = 64, 128, 256, 2**13
 _PAGE_BYTES = _RING_AT + _RING * _DEPARTURE.size
 
 
@@ -287,7 +287,22 @@ class EmulatedLink:
         with self._locks[rank]:
             descriptor = self._pages[rank].descriptor
             assert descriptor is not None
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+            def taken() -> bool:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return False
+                return True
+
+            def look(waited_s: float) -> None:
+                op = f"the emulated link of rank {rank}"
+                self._ranks.check_alive(op, waited_s)
+                if waited_s > self._ranks.timeout_s:
+                    message = f"{op}: in use by another rank for {waited_s:.1f} s"
+                    raise RankTimeout(message, op=op, waited_s=waited_s)
+
+            poll(taken, look)  # a holder may have been stopped
             try:
                 yield
             finally:
@@ -318,7 +333,7 @@ class EmulatedLink:
 
     def _departure(self, sender: int, key: int) -> float:
         found, end = _DEPARTURE.unpack_from(self._pages[sender].buffer, _place(key))
-        return float(end) if found == key else 0.0  # overwritten: over a thousand exchanges ago
+        return float(end) if found == key else 0.0  # overwritten, by one of a later moment
 
     def _peer(self, heap: SymmetricHeap, t: Tensor, rank: int) -> Tensor:
         if (heap.rank, heap.size) != (self._ranks.rank, self._ranks.size):
@@ -406,7 +421,8 @@ def _scatter(target: Tensor, index: Tensor, rows: Tensor) -> Tensor:
 
 
 def _place(key: int) -> int:
-    return _RING_AT + (key ^ key >> 32) % _RING * _DEPARTURE.size
+    # Mixed well: groups that keep step must not meet in one place again and again.
+    return _RING_AT + (key * 0x9E3779B97F4A7C15 % 2**64 >> 51) * _DEPARTURE.size
 
 
 def _check_rows(t: Tensor, index: Tensor, rows: Tensor, name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, ClassVar, Protocol, overload
 
@@ -80,7 +81,7 @@ class Rows(Sequence[Row]):
     def __repr__(self) -> str:
         return f"Rows({len(self)} rows; columns {', '.join(self.columns) or '-'})"
 
-    @property
+    @cached_property
     def columns(self) -> list[str]:
         """Names of all columns, in order of first appearance."""
         return list(dict.fromkeys(name for row in self._rows for name in row))

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -95,7 +96,7 @@ class Result:
             "claims": [asdict(claim) for claim in self.claims],
         }
 
-    @property
+    @cached_property
     def figures(self) -> list[str]:
         """The columns that are results rather than the point at which they were got."""
         named = getattr(self.experiment, "FIGURES", None)
@@ -160,7 +161,7 @@ class Result:
             if id(point) not in used
         ]
 
-    @property
+    @cached_property
     def _sources(self) -> list[str]:
         return list(dict.fromkeys(p.get("from", "the paper") for p in self.experiment.PAPER))
 

@@ -43,7 +43,8 @@ def lend(
         lease = memory[start:end]
         wrapped = torch.from_numpy(lease)
     else:
-        lease = _CudaBytes(memory[start:end])
+        part = memory[start:end]
+        lease = CudaBytes(part.data_ptr(), len(part), part)
         wrapped = torch.as_tensor(lease, device=memory.device)
     # A view of `wrapped` would keep it, and be held by whatever asks for its base.
     tensor = torch.empty(0, dtype=dtype, device=wrapped.device)
@@ -51,15 +52,15 @@ def lend(
     return tensor, weakref.ref(lease, returned)
 
 
-class _CudaBytes:
+class CudaBytes:
     """Device memory as torch takes it from others, holding this object for as long as it does."""
 
-    def __init__(self, memory: Tensor) -> None:
-        self._memory = memory
+    def __init__(self, address: int, nbytes: int, owner: object = None) -> None:
+        self._owner = owner
         self.__cuda_array_interface__ = {
-            "shape": (len(memory),),
+            "shape": (nbytes,),
             "typestr": "|u1",
-            "data": (memory.data_ptr(), False),
+            "data": (address, False),
             "version": 2,
         }
 

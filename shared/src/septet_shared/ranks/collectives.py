@@ -414,11 +414,12 @@ class Collectives:
         hold = None
         if link is not None:
             hold = link.depart(self.session, bytes_out, bytes_in or bytes_out)
-        for work in start() if start is not None else []:
-            if self.device.type == "cuda" and not on_host:
+        works = start() if start is not None else []
+        if self.device.type == "cuda" and not on_host:
+            for work in works:
                 work.wait()
-            else:
-                self.session.wait_work(work, op)
+        else:
+            self.session.wait_works(works, op)
         if hold is not None:
             hold(op)
 

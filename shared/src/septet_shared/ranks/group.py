@@ -6,11 +6,9 @@ import atexit
 import json
 import os
 import pickle
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -24,7 +22,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 from septet_shared.ranks.collectives import Collectives, Family, integers, start_gather
 from septet_shared.ranks.errors import PeerLost, RankError, RanksDiverged, RankTimeout
 from septet_shared.ranks.liveness import Identity
-from septet_shared.ranks.session import Session, poll
+from septet_shared.ranks.session import Session, beside, poll
 from septet_shared.ranks.work import OrderedThread
 
 if TYPE_CHECKING:
@@ -168,17 +166,21 @@ class Ranks(Collectives):
             RankTimeout: a living rank did not come.
         """
         session, store = self.session, self.session.store
-        turn = self._cache["recoveries"] = self._cache.get("recoveries", -1) + 1
+        turn = self._cache.get("recoveries", 0)
         prefix = f"recover/{turn}"
         living: list[int] = []
+        absent: list[int] = []
+
+        def came(r: int) -> bool:
+            return session.ask(lambda: bool(store.check([f"{prefix}/{r}"])), "recover")
 
         def gathered() -> bool:
             living[:] = session.living()
-            return bool(store.check([f"{prefix}/{r}" for r in living]))
+            absent[:] = [r for r in living if not came(r)]
+            return not absent
 
         def look(waited_s: float) -> None:
             if waited_s > self.timeout_s:
-                absent = [r for r in living if not store.check([f"{prefix}/{r}"])] or [self.rank]
                 message = f"recover: rank {absent} did not come within {waited_s:.1f} s"
                 raise RankTimeout(message, rank=absent[0], op="recover", waited_s=waited_s)
 
@@ -186,7 +188,8 @@ class Ranks(Collectives):
             session.set_key(f"{prefix}/{self.rank}", b"")
             poll(gathered, look)
             # Two may see different ranks alive: what the first says holds for all.
-            said = store.compare_set(f"{prefix}/members", "", json.dumps(living))
+            mine = json.dumps(living)
+            said = session.ask(lambda: store.compare_set(f"{prefix}/members", "", mine), "recover")
         except RankError:
             raise
         except RuntimeError as error:
@@ -194,7 +197,9 @@ class Ranks(Collectives):
         members: list[int] = json.loads(said)
         if self.rank not in members:
             raise PeerLost("recover: this rank was taken for dead", rank=self.rank, op="recover")
-        return self._split(members, prefix, session.check_peers)
+        made = self._split(members, prefix, session.check_peers)
+        self._cache["recoveries"] = turn + 1  # one that failed may be tried again, and joined
+        return made
 
     def _meet_to_split(self, what: str, problem: str | None = None) -> str:
         """A label that is new, and the same on all ranks."""
@@ -211,7 +216,7 @@ class Ranks(Collectives):
         if self.group is None:
             return _open(None, self.device, self.timeout_s, family)
         members = [self.session.members[r] for r in chosen]
-        name = f"{self.group.group_name}/{label}"
+        name = f"{self.session.name}/{label}"  # the session's: a group may have several Ranks
         check = check or self.session.check_alive
 
         def look(waited_s: float) -> None:
@@ -368,15 +373,11 @@ def _new_group(
     process has made so far, so two ranks that have been in different numbers of groups never meet.
     Connecting is deaf to lost peers, so a thread does it while this one calls `look`.
     """
-    made: Future[ProcessGroup] = Future()
 
-    def connect() -> None:
-        try:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)  # a thread has its own
-            made.set_result(_connect(name, members, backend, timeout_s))
-        except BaseException as error:  # noqa: BLE001 - raised below
-            made.set_exception(error)
+    def connect() -> ProcessGroup:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # a thread has its own
+        return _connect(name, members, backend, timeout_s)
 
     def look_and_count(waited_s: float) -> None:
         look(waited_s)
@@ -385,10 +386,10 @@ def _new_group(
             raise RankTimeout(message, op=name, waited_s=waited_s)
 
     started = time.monotonic()
-    threading.Thread(target=connect, name="connect", daemon=True).start()
-    poll(made.done, look_and_count)
     try:
-        return made.result()
+        return beside(connect, look_and_count)
+    except RankError:
+        raise
     except RuntimeError as error:
         waited = time.monotonic() - started
         look(waited)  # names who was lost

@@ -102,12 +102,13 @@ def run(
     caller); 50 ms a rank afterwards.
     """
     _check(fn, size, device, timeout_s, threads_per_rank, ranks_per_machine, link)
-    master = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     module, file = _source(fn)
+    call = _pickle(fn, args, link)
+    master = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     job = _Job(
         module=module,
         file=file,
-        call=_pickle(fn, args, link),
+        call=call,
         environment=dict(os.environ),
         port=master.port,
         size=size,

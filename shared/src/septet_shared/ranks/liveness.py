@@ -68,9 +68,10 @@ def identify() -> Identity:
 class Heartbeats:
     """Tells which ranks of other hosts have gone silent, by counters in the store.
 
-    A thread raises this rank's counter every `BEAT_S`; a rank whose counter has not moved for
-    `SILENT_S` counts as lost, also one that lives but holds Python's global lock all that time.
-    Processes of one host are asked of the kernel instead (`lives`).
+    A thread raises this rank's counter every `BEAT_S` and reads the others'; a rank whose counter
+    has not moved for `SILENT_S` counts as lost, also one that lives but holds Python's global lock
+    all that time. Only that thread talks to the store, which may never answer: then its keeper
+    counts as lost. Processes of one host are asked of the kernel instead (`lives`).
     """
 
     BEAT_S = 0.5
@@ -81,34 +82,60 @@ class Heartbeats:
         self._store = store.clone()  # type: ignore[attr-defined]
         self._rank = rank
         self._seen = {r: (b"", time.monotonic()) for r in remote}
-        self._looked = 0.0
         self._count = 0
+        self._answered = time.monotonic()  # when the store last did
+        self._asked, self._since = 0.0, 0.0  # the last call of `silent`, the first of this wait
+        self._announcements: list[str] = []  # to be set in the store
+        self._wake = threading.Event()
         self.meeting = 0  # which meeting this rank has come to; beats tell the others
         self.notice = b""  # of a rank that aborted the group
         self._beat()
         # The thread must not keep the counters alive: they stop with their owner.
-        stop, beat = threading.Event(), weakref.WeakMethod(self._beat)
-        thread = threading.Thread(target=_keep_beating, args=(beat, stop), daemon=True)
+        ended, beat = threading.Event(), weakref.WeakMethod(self._beat)
+        arguments = (beat, self._store, self._announcements, ended, self._wake)
+        thread = threading.Thread(target=_keep_beating, args=arguments, daemon=True)
         thread.start()
-        end_with(self, stop.set, thread)
+        wake = self._wake
+
+        def stop() -> None:
+            ended.set()
+            wake.set()
+
+        end_with(self, stop, thread)
 
     def _beat(self) -> None:
         self._count += 1
         self._store.set(f"beat/{self._rank}", f"{self._count} {self.meeting}")
         if self._store.check(["abort"]):
             self.notice = self._store.get("abort")
+        for r, (beat, _) in self._seen.items():
+            if beat or self._store.check([f"beat/{r}"]):
+                latest = self._store.get(f"beat/{r}")
+                if latest != beat:
+                    self._seen[r] = (latest, time.monotonic())
+        self._answered = time.monotonic()
+
+    def announce(self, text: str) -> None:
+        """Give all ranks a `notice`; returns at once."""
+        self._announcements.append(text)
+        self._wake.set()
 
     def silent(self) -> list[int]:
-        """Remote ranks that have gone silent."""
+        """Remote ranks that have gone silent. Costs nothing: what the thread has seen.
+
+        Raises:
+            RuntimeError: the store itself does not answer.
+        """
         now = time.monotonic()
-        if now - self._looked >= self.BEAT_S:
-            self._looked = now
-            for r, (beat, _) in self._seen.items():
-                if beat or self._store.check([f"beat/{r}"]):
-                    latest = self._store.get(f"beat/{r}")
-                    if latest != beat:
-                        self._seen[r] = (latest, now)
-        return [r for r, (_, at) in self._seen.items() if now - at > self.SILENT_S]
+        # Silence counts while somebody listens: this process may have been stopped itself.
+        if now - self._asked > 2 * self.BEAT_S:
+            self._since = now
+        self._asked = now
+        if now - max(self._answered, self._since) > self.SILENT_S:
+            raise RuntimeError(f"it has not answered for {now - self._answered:.1f} s")
+        return [
+            r for r, (_, at) in self._seen.items() if now - max(at, self._since) > self.SILENT_S
+        ]
 
     def behind(self, meeting: int) -> list[int]:
         """Remote ranks whose latest beat says that they have not come to this meeting."""
@@ -116,16 +143,25 @@ class Heartbeats:
         return [r for r, reached in at.items() if reached < meeting]
 
 
-def _keep_beating(beat: weakref.WeakMethod[Callable[[], None]], stop: threading.Event) -> None:
-    while not stop.wait(Heartbeats.BEAT_S):
-        call = beat()
-        if call is None:
-            return
-        try:
-            call()
-        except RuntimeError:  # the store ended with the job
-            return
-        del call
+def _keep_beating(
+    beat: weakref.WeakMethod[Callable[[], None]],
+    store: Store,
+    announcements: list[str],
+    ended: threading.Event,
+    wake: threading.Event,
+) -> None:
+    call: Callable[[], None] | None = None
+    try:
+        while not ended.is_set():
+            wake.wait(Heartbeats.BEAT_S)
+            wake.clear()
+            while announcements:  # also those of an owner that is gone
+                store.set("abort", announcements.pop(0))
+            if (call := beat()) is not None:
+                call()
+            del call
+    except RuntimeError:  # the store ended with the job
+        return
 
 
 def end_with(

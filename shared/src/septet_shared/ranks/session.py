@@ -8,7 +8,6 @@ all-gather.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import hashlib
 import json
@@ -19,10 +18,11 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import astuple
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -33,6 +33,8 @@ from septet_shared.ranks.liveness import Heartbeats, Identity, identify
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
 
 TICK_S = 0.1  # how often a waiting rank looks whether its peers live
 _SPIN_S = 200e-6  # how long a rank yields before it sleeps: a peer is usually just behind
@@ -109,7 +111,28 @@ class Session:
     def set_key(self, key: str, value: bytes) -> None:
         """Set a key of this group."""
         # An empty value cannot be told from none in some stores.
-        self.store.set(key, b"=" + value)  # type: ignore[arg-type]  # bytes are fine
+        stored: Any = b"=" + value  # bytes are fine, whatever the stub says
+        self.ask(lambda: self.store.set(key, stored), f"set {key}")
+
+    def ask(self, question: Callable[[], T], op: str) -> T:
+        """What the store answers; it lives in another process, and may not answer any more.
+
+        On one host the kernel tells when that process ends. Of another host nobody does: then a
+        thread asks, while this one looks after the peers.
+
+        Raises:
+            RankError: the store's keeper is lost.
+        """
+        if self._heartbeats is None:
+            return question()
+
+        def look(waited_s: float) -> None:
+            self.check_peers(op, waited_s)
+            if waited_s > self.timeout_s:
+                message = f"{op}: the store did not answer within {waited_s:.1f} s"
+                raise RankTimeout(message, op=op, waited_s=waited_s)
+
+        return beside(question, look)
 
     def wait_keys(self, keys: Sequence[str], op: str) -> list[bytes]:
         """Values of the keys, once all are set; keys[r] is rank r's.
@@ -122,15 +145,16 @@ class Session:
         missing = list(range(len(keys)))
 
         def arrived() -> bool:
-            return not missing or bool(store.check([keys[r] for r in missing]))
+            asked = [keys[r] for r in missing]
+            return not missing or self.ask(lambda: bool(store.check(asked)), op)
 
         def absent() -> list[int]:
-            missing[:] = [r for r in missing if not store.check([keys[r]])]
+            missing[:] = self.ask(lambda: [r for r in missing if not store.check([keys[r]])], op)
             return missing
 
         try:
             self.wait_until(arrived, op, absent)
-            return [store.get(key)[1:] for key in keys]
+            return self.ask(lambda: [store.get(key)[1:] for key in keys], op)
         except RankError:
             raise
         except RuntimeError as error:  # the store's host has gone
@@ -155,14 +179,14 @@ class Session:
         spin_s, self._spin_s = self._spin_s, _SPIN_S
         poll(done, look, spin_s)
 
-    def wait_work(self, work: Any, op: str) -> None:
-        """Wait for a c10d work of the CPU, looking after the peers every 100 ms."""
+    def wait_works(self, works: Sequence[Any], op: str) -> None:
+        """Wait for c10d works of the CPU, looking after the peers every 100 ms."""
         self._spin_s = 0.0  # gloo's threads of a peer that is just behind may need this core
         try:
-            self._wait_work(work, op)
+            for work in works:
+                self._wait_work(work, op)
         finally:
-            if not work.is_completed():
-                self._unfinished.append(work)
+            self._unfinished += [work for work in works if not work.is_completed()]
 
     def _wait_work(self, work: Any, op: str) -> None:
         started = time.monotonic()
@@ -324,8 +348,7 @@ class Session:
             page[_REASON : _REASON + len(data)] = data
             _LENGTH.pack_into(page, _ABORTED, len(data))  # last: the length publishes the text
         elif self._heartbeats:
-            with contextlib.suppress(RuntimeError):  # without a store the others find out anyway
-                self.store.set("abort", self._abort)
+            self._heartbeats.announce(self._abort)
 
     # ---- meeting ----
 
@@ -416,8 +439,26 @@ class Session:
         self._heartbeats.meeting = self._sequence
         mine = torch.frombuffer(frame, dtype=torch.uint8)
         out = torch.empty(self.size * len(frame), dtype=torch.uint8)
-        self.wait_work(self.cpu_group._allgather_base(out, mine), op)
+        self.wait_works([self.cpu_group._allgather_base(out, mine)], op)
         return [f.numpy().tobytes() for f in out.view(self.size, -1)]
+
+
+def beside(call: Callable[[], T], look: Callable[[float], None]) -> T:
+    """What `call` gives or raises, made by a thread; as `poll`, this one looks meanwhile.
+
+    When `look` raises, the thread is left behind: for calls that are deaf to lost peers.
+    """
+    made: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - raised by result()
+            made.set_exception(error)
+
+    threading.Thread(target=run, name="beside", daemon=True).start()
+    poll(made.done, look)
+    return made.result()
 
 
 def poll(done: Callable[[], bool], look: Callable[[float], None], spin_s: float = _SPIN_S) -> None:

@@ -33,11 +33,12 @@ class Arena:
         self._next = self._block.start
         return self
 
-    def __exit__(self, *raised: object) -> None:
+    def __exit__(self, kind: object, *raised: object) -> None:
         block, self._block = self._block, None
         if block is not None and not self._heap.closed:
             self._heap.blocks.give_back(block)
-            self._heap._control.record("end of arena")
+            if kind is None:  # an exception is its own news: peers that go on are told by it
+                self._heap._control.record("end of arena")
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype, align: int = 64) -> Tensor:
         """As `SymmetricHeap.empty`, from this block; not to be used after `with` ends.

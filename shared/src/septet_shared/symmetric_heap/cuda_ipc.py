@@ -6,13 +6,13 @@ The logic is tested with a fake of `cupy.cuda.runtime`; not run on a GPU where t
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from septet_shared.symmetric_heap.memory import Memory
+from septet_shared.memory_pool.lending import CudaBytes
+from septet_shared.symmetric_heap.memory import Memory, together
 
 if TYPE_CHECKING:
     from septet_shared.ranks import Ranks
@@ -38,15 +38,15 @@ class CudaIpcMemory(Memory):
         self._opened: list[int] = []
 
     def segment(self, nbytes: int) -> list[Tensor]:
-        """As `Memory.segment`. Raises RuntimeError on every rank when CUDA refuses on one."""
-        own, handle = self._together(lambda: self._export(nbytes))
+        """As `Memory.segment`. Raises HeapUnavailable on every rank when CUDA refuses on one."""
+        own, handle = together(self._ranks, lambda: self._export(nbytes))
         handles = self._ranks.all_gather_object(handle)
 
         def open_all() -> list[int]:
             mine = self._ranks.rank
             return [own if r == mine else self._open(h) for r, h in enumerate(handles)]
 
-        return [self._over(a, nbytes, self.device) for a in self._together(open_all)]
+        return [self._over(a, nbytes, self.device) for a in together(self._ranks, open_all)]
 
     def unmap_peers(self) -> None:
         """As `Memory.unmap_peers`."""
@@ -70,30 +70,6 @@ class CudaIpcMemory(Memory):
         self._opened.append(self._cuda.ipcOpenMemHandle(handle))
         return self._opened[-1]
 
-    def _together(self, step: Callable[[], Any]) -> Any:
-        """What `step` returns; raises on every rank when it fails on one."""
-        result, problem = None, ""
-        try:
-            result = step()
-        except Exception as error:  # noqa: BLE001 - CuPy's errors have no common base
-            problem = f"rank {self._ranks.rank}: {type(error).__name__}: {error}"
-        problems = [p for p in self._ranks.all_gather_object(problem) if p]
-        if problems:
-            raise RuntimeError("; ".join(problems))
-        return result
-
-
-class _Exported:
-    """What torch reads an address and a size from."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
-
 
 def _over(address: int, nbytes: int, device: torch.device) -> Tensor:
-    return torch.as_tensor(_Exported(address, nbytes), device=device)
+    return torch.as_tensor(CudaBytes(address, nbytes), device=device)

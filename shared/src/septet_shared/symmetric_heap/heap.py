@@ -17,7 +17,7 @@ from septet_shared.symmetric_heap.blocks import UNIT_BYTES, Block, Blocks, HeapS
 from septet_shared.symmetric_heap.channel import BARRIER_LINES, Channel
 from septet_shared.symmetric_heap.control import CONTROL_BYTES, Control
 from septet_shared.symmetric_heap.flags import LINE_BYTES
-from septet_shared.symmetric_heap.memory import HeapUnavailable, Memory
+from septet_shared.symmetric_heap.memory import HeapUnavailable, Memory, together
 from septet_shared.symmetric_heap.selftest import SCRATCH_BYTES, TEST_CHANNEL, selftest
 from septet_shared.symmetric_heap.stream_channel import (
     StreamChannel,
@@ -210,11 +210,10 @@ class SymmetricHeap:
             PeerLost, RankTimeout: a rank is lost or missing.
         """
         self._control.hold()
-        if nbytes < 1:
-            raise ValueError(f"nbytes must be at least 1; got {nbytes}")
         if len(self._control.living) < self.size:
             raise HeapUnavailable(f"of {self.size} ranks only {self._control.living} live")
         if self._ranks is None:
+            check_whole("nbytes", nbytes)
             self._control.record(f"grow({nbytes})")
         self.add_segment(nbytes)
 
@@ -285,13 +284,13 @@ class SymmetricHeap:
         channels = list(self._channels.values())
         epochs = [channel.latest_epoch() for channel in channels]
         c.meet("recover")  # nobody restarts before all have looked
-        c.clear()
         if ranks is not None and ranks.size == self.size:
             self._ranks, c.check_alive = ranks, ranks.check_alive
         try:
             c.check_alive("recover", 0.0, ())
         except RankError:  # what the old group ended with is over; from now on only deaths count
             c.check_alive = lambda op, waited_s, missing: None
+        c.clear()
         for channel, epoch in zip(channels, epochs, strict=True):
             channel.restart(epoch)
         settle(self.device)
@@ -363,6 +362,7 @@ class SymmetricHeap:
                     message += ", or their earlier calls on the heap differ"
                     raise RanksDiverged(message, rank=r, op="SymmetricHeap.grow")
             available = min(a for _, _, a in asked)
+        check_whole("nbytes", nbytes)  # on every rank, or on none
         wanted = nbytes * self._memory.shares
         if wanted > available:
             message = f"{nbytes} bytes a rank are {wanted} in all, but {available} are available"
@@ -370,7 +370,12 @@ class SymmetricHeap:
         scratch_bytes = 0 if self._segments else SCRATCH_BYTES * self.size
         # A multiple of any item's size, so that a segment can be viewed as any dtype.
         whole = -(-(scratch_bytes + nbytes) // UNIT_BYTES) * UNIT_BYTES
-        self._segments.append(self._memory.segment(whole))
+
+        def segment() -> list[Tensor]:
+            return self._memory.segment(whole)
+
+        ranks = self._ranks
+        self._segments.append(segment() if ranks is None else together(ranks, segment))
         self.blocks.add_segment(scratch_bytes, nbytes)
 
     def tensor(self, block: Block, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -393,6 +398,12 @@ class SymmetricHeap:
             f"t must be a tensor of rank {self.rank} in this heap, or a view of one; got a "
             f"{t.dtype} tensor of shape {list(t.shape)} that lies elsewhere"
         )
+
+
+def check_whole(name: str, value: int) -> None:
+    """Raise ValueError unless a whole number of at least 1."""
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1; got {value!r}")
 
 
 def _check_rank(rank: int, size: int) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import mmap
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,9 +17,27 @@ from septet_shared._shared_pages import SharedPages, share
 if TYPE_CHECKING:
     from septet_shared.ranks import Ranks
 
+T = TypeVar("T")
+
 
 class HeapUnavailable(RuntimeError):
     """These ranks cannot share memory this way; callers fall back to collectives."""
+
+
+def together(ranks: Ranks, step: Callable[[], T]) -> T:
+    """What `step` returns; HeapUnavailable on every rank when it fails on one. Collective.
+
+    A step may be collective itself when it raises on all ranks or on none once it has begun to be.
+    """
+    result, problem = [], ""
+    try:
+        result.append(step())
+    except Exception as error:  # noqa: BLE001 - CuPy's errors have no common base
+        problem = f"rank {ranks.rank}: {type(error).__name__}: {error}"
+    problems = [p for p in ranks.all_gather_object(problem) if p]
+    if problems:
+        raise HeapUnavailable("; ".join(problems))
+    return result[0]
 
 
 class Memory(ABC):

@@ -13,13 +13,14 @@ from septet_shared.symmetric_heap.channel import BARRIER_LINES
 from septet_shared.symmetric_heap.control import CONTROL_BYTES, Control
 from septet_shared.symmetric_heap.cuda_ipc import CudaIpcMemory
 from septet_shared.symmetric_heap.flags import LINE_BYTES
-from septet_shared.symmetric_heap.heap import SymmetricHeap
+from septet_shared.symmetric_heap.heap import SymmetricHeap, check_whole
 from septet_shared.symmetric_heap.memory import (
     HeapUnavailable,
     LocalMemory,
     Memory,
     PosixMemory,
     private_pages,
+    together,
 )
 from septet_shared.symmetric_heap.torch_symmetric import TorchMemory
 
@@ -85,49 +86,39 @@ def local(
 def _open(
     backend: str, ranks: Ranks, nbytes: int, timeout_s: float, slots: int, name: str
 ) -> SymmetricHeap:
-    memory: Memory | None = None
-    problem = ""
-    try:
+    def memory() -> Memory:
         if backend == "posix":
-            memory = PosixMemory(ranks, name)
-        elif ranks.device.type != "cuda":
-            problem = f"backend {backend!r} needs ranks on GPUs; these are on {ranks.device}"
-        else:
-            memory = TorchMemory(ranks) if backend == "torch" else CudaIpcMemory(ranks)
-    except (ImportError, RuntimeError) as error:
-        problem = str(error)
-    _raise_together(ranks, problem)
-    assert memory is not None
-    return open_on(memory, ranks, nbytes, timeout_s, slots, name)
+            return PosixMemory(ranks, name)
+        if ranks.device.type != "cuda":
+            message = f"backend {backend!r} needs ranks on GPUs; these are on {ranks.device}"
+            raise HeapUnavailable(message)
+        return TorchMemory(ranks) if backend == "torch" else CudaIpcMemory(ranks)
+
+    return open_on(together(ranks, memory), ranks, nbytes, timeout_s, slots, name)
 
 
 def open_on(
     memory: Memory, ranks: Ranks, nbytes: int, timeout_s: float, slots: int, name: str
 ) -> SymmetricHeap:
     """A tested heap in this memory; HeapUnavailable on every rank when one finds it unusable."""
-    heap: SymmetricHeap | None = None
-    problem = ""
+    made: list[SymmetricHeap] = []
     slots += slots_of_selftest(ranks.size)
-    try:
+
+    def make() -> SymmetricHeap:
         pages = share(ranks, CONTROL_BYTES + slots * LINE_BYTES, f"{name}/control")
         lives = [identity.lives for identity in ranks.identities]
         control = Control(ranks.rank, pages, ranks.check_alive, lambda r: lives[r](), timeout_s)
-        heap = SymmetricHeap(memory, control, slots, ranks)
-        heap.add_segment(nbytes)
-        heap.selftest()
-    except (RuntimeError, ImportError, OSError) as error:
-        problem = f"{type(error).__name__}: {error}"
-    except MemoryError:  # on every rank
-        if heap is not None:
-            heap.close()
-        raise
+        made.append(SymmetricHeap(memory, control, slots, ranks))
+        return made[0]
+
     try:
-        _raise_together(ranks, problem)
+        heap = together(ranks, make)
+        heap.add_segment(nbytes)
+        together(ranks, heap.selftest)
     except BaseException:
-        if heap is not None:
+        for heap in made:
             heap.close()
         raise
-    assert heap is not None
     return heap
 
 
@@ -136,16 +127,8 @@ def slots_of_selftest(size: int) -> int:
     return size + max(BARRIER_LINES, size)
 
 
-def _raise_together(ranks: Ranks, problem: str) -> None:
-    answers = ranks.all_gather_object(problem)
-    problems = [f"rank {r}: {p}" for r, p in enumerate(answers) if p]
-    if problems:
-        raise HeapUnavailable("; ".join(problems))
-
-
 def _check(nbytes: int, timeout_s: float, slots: int) -> None:
-    for name, value in (("nbytes", nbytes), ("slots", slots)):
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be a whole number of at least 1; got {value!r}")
+    check_whole("nbytes", nbytes)
+    check_whole("slots", slots)
     if not timeout_s > 0:
         raise ValueError(f"timeout_s must be above 0; got {timeout_s}")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from contextlib import suppress
 from ctypes import c_int32
 from typing import Any
 
@@ -188,7 +189,8 @@ def watch(control: Control) -> None:
             try:
                 alive.check("heap", 0.0)
             except RankError as error:
-                alive.poison(str(error), type(error), error.rank)
+                with suppress(RuntimeError):  # closed meanwhile
+                    alive.poison(str(error), type(error), error.rank)
             del alive, held
             time.sleep(SLICE_S)
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from septet_shared.ranks import RankTimeout
+from septet_shared.ranks.session import beside
 from septet_shared.symmetric_heap.memory import Memory
 
 if TYPE_CHECKING:
@@ -39,7 +41,20 @@ class TorchMemory(Memory):
         own = self._torch.empty(nbytes, dtype=torch.uint8, device=self.device).zero_()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # zeros before a peer can write
-        handle = self._torch.rendezvous(own, self._ranks.group)
+        ranks, op = self._ranks, "symmetric memory's rendezvous"
+
+        def rendezvous() -> Any:
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)  # a thread has its own
+            return self._torch.rendezvous(own, ranks.group)
+
+        def look(waited_s: float) -> None:
+            ranks.check_alive(op, waited_s)
+            if waited_s > ranks.timeout_s:
+                message = f"{op}: not every rank came within {waited_s:.1f} s"
+                raise RankTimeout(message, op=op, waited_s=waited_s)
+
+        handle = beside(rendezvous, look)  # it is deaf to lost peers
         self._handles.append(handle)  # the peers' views do not keep their mapping alive themselves
         return [
             # Unlike get_buffer, this counts from the tensor, not from the allocation that holds it.
