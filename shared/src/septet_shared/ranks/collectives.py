@@ -84,7 +84,7 @@ class Collectives:
                 CollectiveMismatch.
             CollectiveMismatch: shapes, dtypes or ops differ.
 
-        Cost: 2 (W-1)/W of the tensor sent by each rank, W-1 adds; up to 64 KiB in all, one round.
+        Cost: 2 (W-1)/W of the tensor sent by each rank, W-1 adds; small ones take one round.
         """
         problem = self._target_problem(t)
         if op not in ("sum", "max"):
@@ -98,7 +98,7 @@ class Collectives:
                 return t
             flat = _flat(t)
             n, w = flat.numel(), self.size
-            if n * flat.element_size() * w <= _SMALL_BYTES:
+            if self._is_small(flat.nbytes):
                 gathered = flat.new_empty(w * n)
                 self._gather_into(name, gathered, flat)
                 total = _combine(gathered.view(w, n), op)
@@ -160,9 +160,16 @@ class Collectives:
             flat = _flat(t)
             bytes_out = self._each(flat.nbytes if self.rank == src else 0)
             bytes_in = [flat.nbytes if r == src else 0 for r in range(self.size)]
-            self._move(
-                "broadcast", bytes_out, lambda: [broadcast(self._pg, _bytes(flat), src)], bytes_in
-            )
+            whole = _bytes(flat)
+
+            def start() -> list[Any]:
+                if self.device.type == "cuda" or not self.session.can_hand_out(len(whole)):
+                    return [broadcast(self._pg, whole, src)]
+                mine = whole if self.rank == src else whole[:0]
+                whole.copy_(self.session.hand_out("broadcast", mine)[src])
+                return []
+
+            self._move("broadcast", bytes_out, start, bytes_in)
             return _written(t, flat)
 
         statement = f"broadcast from {src} {shape_text(t)}"
@@ -244,10 +251,21 @@ class Collectives:
             if out is not None and _storage(out) == _storage(source):
                 source = source.clone()
             sent, received = [c * width for c in send], [c * width for c in receive]
+
+            def start() -> list[Any]:
+                if self.device.type == "cuda" or not self.session.can_hand_out(
+                    max(sum(says[: self.size]) for says in numbers) * width
+                ):
+                    return self._exchange(got, source, received, sent)
+                parts = self.session.hand_out(name, _bytes(source))
+                targets: Sequence[Tensor] = torch.split(_bytes(got), received)
+                for r, target in enumerate(targets):
+                    first = sum(numbers[r][: self.rank]) * width
+                    target.copy_(parts[r][first : first + received[r]])
+                return []
+
             if width:
-                self._move(
-                    name, sent, lambda: self._exchange(got, source, received, sent), received
-                )
+                self._move(name, sent, start, received)
             return got if out is None else _written(out, got)
 
         uses = (rows,) if out is None else (rows, out)
@@ -298,6 +316,12 @@ class Collectives:
         assert group is not None
         return group
 
+    def _is_small(self, nbytes: int) -> bool:
+        """Whether all ranks had better get all of so many bytes of each, in one round."""
+        if self.device.type != "cuda" and self.session.can_hand_out(nbytes):
+            return True
+        return nbytes * self.size <= _SMALL_BYTES
+
     def _each(self, nbytes: int) -> list[int]:
         return [0 if r == self.rank else nbytes for r in range(self.size)]
 
@@ -309,7 +333,7 @@ class Collectives:
         def start() -> list[Any]:
             if self.device.type == "cuda":
                 return [self._pg._allgather_base(to, of)]
-            return start_gather(self._pg, to, of)
+            return gather_bytes(self.session, self._pg, op, to, of)
 
         self._move(op, self._each(mine.nbytes), start)
 
@@ -431,11 +455,17 @@ def broadcast(group: ProcessGroup, whole: Tensor, src: int) -> Any:
     return group.broadcast([whole], options)
 
 
-def start_gather(group: ProcessGroup, out: Tensor, mine: Tensor) -> list[Any]:
-    """The works of giving every rank the bytes [n] of all, as [size * n], through gloo.
+def gather_bytes(
+    session: Session, group: ProcessGroup, op: str, out: Tensor, mine: Tensor
+) -> list[Any]:
+    """The works (none: it is done) of giving every rank the bytes [n] of all, as [size * n].
 
     gloo's own all-gather goes round a ring, which takes three to four times as long on one host.
     """
+    if session.can_hand_out(len(mine)):
+        for row, part in zip(out.view(session.size, -1), session.hand_out(op, mine), strict=True):
+            row.copy_(part)
+        return []
     if len(mine) <= _SMALL_BYTES:
         return [group.alltoall_base(out, mine.repeat(group.size()), [], [])]
     rows, rank = out.view(group.size(), -1), group.rank()

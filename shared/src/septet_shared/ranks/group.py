@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from septet_shared.ranks.collectives import Collectives, Family, integers, start_gather
+from septet_shared.ranks.collectives import Collectives, Family, gather_bytes, integers
 from septet_shared.ranks.errors import PeerLost, RankError, RanksDiverged, RankTimeout
 from septet_shared.ranks.liveness import Identity
 from septet_shared.ranks.session import Session, beside, poll
@@ -319,7 +319,7 @@ class Ranks(Collectives):
             self._move(
                 op,
                 [len(data)] * self.size,
-                lambda: start_gather(group, out, mine),
+                lambda: gather_bytes(self.session, group, op, out, mine),
                 sizes,
                 on_host=True,
             )

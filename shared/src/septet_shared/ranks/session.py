@@ -25,6 +25,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from septet_shared._shared_pages import SharedPages, share
 from septet_shared.ranks.errors import CollectiveMismatch, PeerLost, RankError, RankTimeout
@@ -40,6 +41,7 @@ TICK_S = 0.1  # how often a waiting rank looks whether its peers live
 _SPIN_S = 200e-6  # how long a rank yields before it sleeps: a peer is usually just behind
 _LAST_WORDS_S = 0.5  # how long what a rank sent before it ended may still be under way
 _GONE_S = 2.0  # how long after its connections a process may end
+_PAYLOAD = 1 << 16  # bytes that each rank can hand the others of its host in a meeting
 _TEXT = 512
 _HEADER = struct.Struct("<qII")  # sequence, checksum, length of the text
 _LENGTH = struct.Struct("=q")
@@ -100,11 +102,14 @@ class Session:
             remote = [r for r, i in enumerate(self.identities) if i.host != self._host]
             self._heartbeats = Heartbeats(store, rank, remote)
         elif size > 1:
-            self._pages = share(self, _SLOTS + 2 * self._slot_bytes, "pages")
+            self._pages = share(self, self._payload_at(0) + 2 * _PAYLOAD, "pages")
 
     @property
     def _slot_bytes(self) -> int:
         return _HEADER.size + _TEXT + 8 * (1 + 2 * self.size)
+
+    def _payload_at(self, sequence: int) -> int:
+        return -(-(_SLOTS + 2 * self._slot_bytes) // 64) * 64 + sequence % 2 * _PAYLOAD
 
     # ---- the store ----
 
@@ -382,6 +387,39 @@ class Session:
                 )
                 raise CollectiveMismatch(message, rank=r, op=op)
         return [numbers for _, (_, *numbers) in spoken]
+
+    def can_hand_out(self, nbytes: int) -> bool:
+        """Whether `hand_out` takes so many bytes: they fit, and the ranks share pages."""
+        return bool(self._pages) and nbytes <= _PAYLOAD
+
+    def hand_out(self, op: str, mine: Tensor) -> list[Tensor]:
+        """[size] each rank's bytes (uint8, lengths may differ), in shared pages; collective.
+
+        To be copied before this rank's next meeting, after which a peer may write there.
+
+        Cost: a meeting and two passes over the bytes: gloo takes about 300 us more, which is what
+        waking its threads costs.
+        """
+        with self._lock:
+            start = self._payload_at(self._sequence + 1)
+            data = mine.numpy().data
+            self._pages[self.rank].buffer[start : start + len(data)] = data
+            stated = self.meet(op, f"bytes of {op}", [len(data), zlib.crc32(data)])
+            parts = [
+                torch.frombuffer(p.buffer, dtype=torch.uint8, offset=start, count=n)
+                if n
+                else mine.new_empty(0)
+                for p, (n, *_) in zip(self._pages, stated, strict=True)
+            ]
+
+            def whole() -> bool:  # machines may let the meeting overtake the bytes
+                return all(
+                    zlib.crc32(part.numpy().data) == check
+                    for part, (_, check, *_) in zip(parts, stated, strict=True)
+                )
+
+            self.wait_until(whole, op, tuple)
+            return parts
 
     def _frame(self, statement: str, numbers: Sequence[int]) -> bytearray:
         self._sequence += 1
