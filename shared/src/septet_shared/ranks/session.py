@@ -186,7 +186,8 @@ class Session:
 
     def wait_works(self, works: Sequence[Any], op: str) -> None:
         """Wait for c10d works of the CPU, looking after the peers every 100 ms."""
-        self._spin_s = 0.0  # gloo's threads of a peer that is just behind may need this core
+        if works:  # gloo's threads of a peer that is just behind may need this core
+            self._spin_s = 0.0
         try:
             for work in works:
                 self._wait_work(work, op)
