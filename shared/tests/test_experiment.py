@@ -447,6 +447,7 @@ def test_progress_passes_every_item_on_and_is_silent_without_a_terminal(capfd):
 def test_nested_bars_share_one_display_that_ends_with_the_outermost(monkeypatch):
     screen = Screen()
     monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")  # on a dumb terminal no bar is drawn
     pairs = [(i, j) for i in progress(2, "outer") for j in progress(iter("xy"), "inner")]
     assert pairs == [(0, "x"), (0, "y"), (1, "x"), (1, "y")]
     assert "outer" in screen.getvalue()
