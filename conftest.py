@@ -1,8 +1,13 @@
 """Before any kernel is imported: without a GPU, Triton kernels run in the interpreter."""
 
 import os
+import signal
 
 import torch
+
+# Ignored in what a shell starts in the background, and in all that this starts: tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not torch.cuda.is_available():
     # Read when `@triton.jit` decorates, so it must be set before a kernel module is imported.
