@@ -67,7 +67,7 @@ class Import:
 
 
 def members(root: Path) -> list[Member]:
-    projects = [root / "shared/pyproject.toml", *sorted(root.glob("packages/*/pyproject.toml"))]
+    projects = [root / "shared/pyproject.toml", *sorted(root.glob("packages/[!.]*/pyproject.toml"))]
     return [Member(p.parent) for p in projects if p.exists()]
 
 

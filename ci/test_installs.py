@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT / "shared"
-SYSTEMS = sorted(p.parent for p in ROOT.glob("packages/*/pyproject.toml"))
+SYSTEMS = sorted(p.parent for p in ROOT.glob("packages/[!.]*/pyproject.toml"))
 CONSTRAINTS = (ROOT / "ci" / "constraints-cpu.txt").as_uri()
 TIMEOUT_S = 300
 

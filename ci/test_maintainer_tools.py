@@ -125,6 +125,22 @@ def test_an_existing_system_is_not_overwritten(tmp_path):
     assert [p.name for p in (tmp_path / "packages").rglob("*")] == ["graph_cache", "mine.py"]
 
 
+def test_a_failure_halfway_leaves_no_half_package(tmp_path, monkeypatch):
+    (tmp_path / "packages").mkdir()
+    monkeypatch.setattr(new_system, "_ruff", lambda: [sys.executable, "-c", "raise SystemExit(1)"])
+    with pytest.raises(subprocess.CalledProcessError):
+        new_system.create("graph_cache", tmp_path)
+    assert not list((tmp_path / "packages").iterdir())
+
+
+def test_without_ruff_it_names_the_command_that_has_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(new_system, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+    with pytest.raises(ValueError, match="make new-system"):
+        new_system.create("graph_cache", tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 # --- gpu_check ---
 
 

@@ -49,7 +49,7 @@ environment whose torch sees the GPU, or name its interpreter with PYTHON=."""
 
 def members(root: Path = ROOT) -> list[Path]:
     """Folders of the distributions: shared first, then the systems by name."""
-    return [root / "shared", *sorted(p.parent for p in root.glob("packages/*/pyproject.toml"))]
+    return [root / "shared", *sorted(p.parent for p in root.glob("packages/[!.]*/pyproject.toml"))]
 
 
 def source_path(root: Path = ROOT) -> str:

@@ -11,5 +11,5 @@ class Systems(EnvironmentCollectorInterface):
 
     def get_initial_config(self) -> dict[str, dict[str, Any]]:
         """The matrix, under the name of its environment; pyproject.toml adds the rest."""
-        projects = sorted(Path(self.root).glob("packages/*/pyproject.toml"))
+        projects = sorted(Path(self.root).glob("packages/[!.]*/pyproject.toml"))
         return {"alone": {"matrix": [{"system": [p.parent.name for p in projects]}]}}

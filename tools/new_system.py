@@ -10,6 +10,7 @@ parts one by one.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import keyword
 import shutil
 import subprocess
@@ -35,22 +36,42 @@ def create(name: str, root: Path = ROOT) -> Path:
     target = root / "packages" / name
     if target.exists():
         raise ValueError(f"NAME must be new; {target.relative_to(root)} exists")
+    ruff = _ruff()
     # Built beside its place and renamed: an interrupted run leaves no half package.
     building = target.with_name(f".{name}.new")
     shutil.rmtree(building, ignore_errors=True)
-    shutil.copytree(TEMPLATE, building, ignore=IGNORED)
-    (building / "src" / NAME).rename(building / "src" / name)
-    for path in building.rglob("*"):
-        if path.is_file():
-            text = path.read_text()
-            text = text.replace(NAME, name).replace("template-system", name.replace("_", "-"))
-            path.write_text(text)
-    # Imports are sorted by name, and the name is new.
-    for words in (["check", "--quiet", "--select", "I", "--fix"], ["format", "--quiet"]):
-        command = [sys.executable, "-m", "ruff", *words, "--config", str(ROOT / "pyproject.toml")]
-        subprocess.run([*command, str(building)], check=True)
-    building.rename(target)
+    try:
+        shutil.copytree(TEMPLATE, building, ignore=IGNORED)
+        (building / "src" / NAME).rename(building / "src" / name)
+        for path in building.rglob("*"):
+            if path.is_file():
+                text = path.read_text()
+                text = text.replace(NAME, name).replace("template-system", name.replace("_", "-"))
+                path.write_text(text)
+        # Imports are sorted by name, and the name is new.
+        for words in (["check", "--quiet", "--select", "I", "--fix"], ["format", "--quiet"]):
+            command = [*ruff, *words, "--config", str(ROOT / "pyproject.toml"), str(building)]
+            subprocess.run(command, check=True)
+        building.rename(target)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
     return target
+
+
+def _ruff() -> list[str]:
+    """The command of ruff: of this interpreter, or of the checkout's environment.
+
+    Raises:
+        ValueError: neither has it.
+    """
+    for python in (sys.executable, str(ROOT / ".venv" / "bin" / "python")):
+        with contextlib.suppress(OSError, subprocess.CalledProcessError):
+            subprocess.run([python, "-m", "ruff", "--version"], check=True, capture_output=True)
+            return [python, "-m", "ruff"]
+    raise ValueError(
+        f"ruff sorts the new package's imports, and {sys.executable} has none. This builds an "
+        "environment that does:\nmake new-system NAME=graph_cache"
+    )
 
 
 def main() -> int:
