@@ -36,7 +36,10 @@ def folder_of(system: str) -> Path:
     """The folder of a distribution: shared, or a system under packages."""
     folder = ROOT / "shared" if system == "shared" else ROOT / "packages" / system
     if not (folder / "pyproject.toml").is_file():
-        known = ["shared", *sorted(p.parent.name for p in ROOT.glob("packages/[!.]*/pyproject.toml"))]
+        known = [
+            "shared",
+            *sorted(p.parent.name for p in ROOT.glob("packages/[!.]*/pyproject.toml")),
+        ]
         raise Refused(f"SYSTEM must be one of {', '.join(known)}; got {system!r}")
     return folder
 
