@@ -5,6 +5,7 @@ what is not tested here is what only a GPU can show.
 """
 
 import ctypes
+import fcntl
 import mmap
 import os
 import signal
@@ -91,11 +92,11 @@ class FakeCuda:
         pid, fd, nbytes = map(int, handle.split())
         assert pid != os.getpid(), "CUDA refuses to open a handle in the process that made it"
         address = self._map(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR), nbytes)
-        self._users(address).value += 1
+        self._count(address, 1)
         return address
 
     def ipcCloseMemHandle(self, address):
-        self._users(address).value -= 1
+        self._count(address, -1)
         self._unmap(address)
 
     def free(self, address):
@@ -110,6 +111,12 @@ class FakeCuda:
         address = ctypes.addressof(ctypes.c_char.from_buffer(m))
         self.maps[address] = (m, fd, nbytes)
         return address
+
+    def _count(self, address, by):
+        _, fd, _ = self.maps[address]
+        fcntl.flock(fd, fcntl.LOCK_EX)  # two peers may open at once
+        self._users(address).value += by
+        fcntl.flock(fd, fcntl.LOCK_UN)
 
     def _users(self, address):
         return ctypes.c_int64.from_address(address + self.maps[address][2])
