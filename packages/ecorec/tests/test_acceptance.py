@@ -1,6 +1,8 @@
 """What a user of the package sees; public names and commands only."""
 
+import inspect
 import json
+import os
 import random
 import subprocess
 import sys
@@ -125,6 +127,61 @@ def test_the_quickstart_runs_from_another_folder(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_quickstart_runs_without_a_compiler_and_says_so_once(tmp_path):
+    script = PACKAGE / "examples" / "quickstart.py"
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env={**os.environ, "SEPTET_CXX": "/nonexistent", "XDG_CACHE_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("Warning") == 1
+    assert "SEPTET_CXX" in done.stderr  # what is wrong
+
+
+def test_a_converted_model_trains_on_and_a_scheduler_is_obeyed():
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict(
+        {
+            "bag": torch.nn.EmbeddingBag(3000, 16, sparse=True, mode="mean"),
+            "word": torch.nn.Embedding(2000, 16, padding_idx=0),
+            "head": torch.nn.Linear(32, 1),
+        }
+    )
+    model["again"] = model["word"]
+    ecorec.convert_module(model, rank=8, optimizer="adagrad", lr=0.1)
+    assert model["again"] is model["word"]
+    assert isinstance(model["bag"], ecorec.TTEmbeddingBag)
+    schedule = torch.optim.lr_scheduler.LambdaLR(model["bag"].fused_optimizer, lambda t: 0.9**t)
+    head = torch.optim.Adagrad(model["head"].parameters(), lr=0.1)
+    bags, words = torch.randint(3000, (256, 4)), torch.randint(2000, (256,))
+    wanted, found = torch.randn(256, 1), []
+    for _ in range(20):
+        x = torch.cat([model["bag"](bags), model["again"](words)], 1)
+        loss = (model["head"](x) - wanted).square().mean()
+        head.zero_grad()
+        loss.backward()
+        head.step()
+        schedule.step()
+        found.append(loss.item())
+    assert found[-1] < 0.5 * found[0]
+    assert model["bag"].fused_optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.9**20)
+
+
+def test_everything_public_tells_what_it_is():
+    for name in ecorec.__all__:
+        thing = getattr(ecorec, name)
+        assert inspect.getdoc(thing), name
+        if inspect.isclass(thing):
+            for word, method in vars(thing).items():
+                if not word.startswith("_") and callable(getattr(thing, word)):
+                    assert inspect.getdoc(getattr(thing, word)), f"{name}.{word} of {method}"
 
 
 def test_importing_the_package_imports_no_command_line():

@@ -39,7 +39,7 @@ def test_without_the_data_a_verb_ends_with_the_command_that_brings_them(monkeypa
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--tables", "tt,qr"], "a table must be one of tt, dense, zero; got 'qr'"),
+        (["--tables", "tt,robe"], "a table must be one of tt, dense, qr, hash, zero; got 'robe'"),
         (["--epochs", "0"], "epochs must be at least 1; got 0"),
     ],
 )

@@ -327,7 +327,7 @@ def test_weights_with_a_mean_get_the_words_of_torch():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"mode": "max"}, ValueError, "sum, mean; got 'max'"),
+        ({"mode": "prod"}, ValueError, "sum, mean, max; got 'prod'"),
         ({"max_norm": 1.0}, NotImplementedError, "shares its cores .* got max_norm=1.0"),
         ({"dtype": torch.float16}, TypeError, "float32 or torch.float64; got torch.float16"),
         ({"padding_idx": 60}, ValueError, r"padding_idx must be in \[-60, 60\); got 60"),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from ecorec import TTSpec
-from ecorec.shapes import default_spec, largest_ranks
+from ecorec.shapes import GFLOP_S, ROW_NS, default_spec, largest_ranks, product_ns, row_ns
 from ecorec.torch_backend import unique_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:ranks .* are above the limits")
@@ -128,9 +128,31 @@ def test_ranks_that_make_no_shape_are_refused(ranks):
         default_spec(1000, 8, ranks)
 
 
-def test_explain_gives_the_bytes_of_both():
+def test_explain_gives_the_bytes_of_both_and_what_the_cost_model_takes():
     spec = TTSpec(1000, 8, (10, 10, 10), (2, 2, 2), (4, 4))
-    assert f"{spec.bytes:,} bytes instead of 32,000" in spec.explain()
+    text = spec.explain()
+    assert f"{spec.bytes:,} bytes instead of 32,000" in text
+    assert f"row: {2 * 8 * 4} FLOPs, about {row_ns(4, 4, 2):.0f} ns" in text
+    assert f"front pair: {2 * 4 * 4 * 4} FLOPs, about {product_ns(4, 4, 4):.0f} ns" in text
+    assert f"{GFLOP_S:g} GFLOP/s" in text
+    assert f"{ROW_NS:g} ns a row" in text
+    assert "not smaller" not in text
+    two = TTSpec(1000, 8, (10, 100), (2, 4), (4,)).explain()
+    assert "row" in two
+    assert "pair" not in two
+
+
+def test_explain_says_when_the_dense_table_is_not_larger():
+    assert (
+        "not smaller than the dense table" in TTSpec(8, 8, (2, 2, 2), (2, 2, 2), (4, 4)).explain()
+    )
+
+
+def test_a_product_of_few_columns_takes_as_long_as_one_that_fills_the_lanes():
+    assert product_ns(1, 4, 4) == product_ns(8, 4, 4) == product_ns(9, 4, 4) / 2
+    assert row_ns(3, 4, 2) == row_ns(8, 4, 2) > ROW_NS + product_ns(8, 4, 2)
+    columns = np.array([1.0, 8.0, 9.0])
+    assert product_ns(columns, 4, 4).tolist() == [product_ns(n, 4, 4) for n in (1, 8, 9)]
 
 
 def test_numpy_integers_are_numbers_and_floats_are_not():

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from ecorec import TTEmbeddingBag, movielens
+from ecorec import TTEmbeddingBag, TTSpec, movielens
+from ecorec.compressors import HashedEmbeddingBag, QREmbeddingBag
 from ecorec.dlrm import DLRM
 from ecorec.train import (
     EMBEDDING_DIM,
@@ -142,9 +143,40 @@ def test_tables_have_the_same_entries_spread_and_the_bytes_they_report(few):
     assert dense.weight.shape == (TABLE_ROWS, EMBEDDING_DIM)
     ours = tt.lookup(torch.arange(0, TABLE_ROWS, 50)).detach()
     assert ours.std() == pytest.approx(dense.weight.std().item(), rel=0.1)
+    for kind, peer in (("qr", QREmbeddingBag), ("hash", HashedEmbeddingBag)):
+        table = make_table(kind, 0)
+        assert isinstance(table, peer)
+        indices = torch.arange(0, TABLE_ROWS, 50)
+        rows = table(indices, torch.arange(len(indices) + 1)).detach()
+        assert rows.std() == pytest.approx(dense.weight.std().item(), rel=0.1)
+        assert 0.99 <= sum(p.nbytes for p in table.parameters()) / tt.spec.bytes <= 1
     run = train(few, "tt", epochs=1, seed=0)
     assert run.embedding_bytes == tt.spec.bytes
     assert dense.weight.nbytes >= 50 * run.embedding_bytes
+
+
+def test_small_tables_take_no_more_bytes_than_the_given_shape(few):
+    spec = TTSpec(TABLE_ROWS, EMBEDDING_DIM, (100, 100, 100), (2, 2, 4), (16, 16))
+    taken = {
+        kind: train(few, kind, epochs=1, seed=0, spec=spec).embedding_bytes
+        for kind in ("tt", "qr", "hash")
+    }
+    assert taken["tt"] == spec.bytes
+    assert all(spec.bytes - 4 * EMBEDDING_DIM < taken[kind] <= spec.bytes for kind in taken)
+
+
+def test_every_table_but_zero_learns(few):
+    auc_of = {kind: train(few, kind, epochs=2, seed=0).test_auc for kind in KINDS}
+    assert all(auc_of[kind] > auc_of["zero"] + 0.02 for kind in KINDS if kind != "zero"), auc_of
+
+
+def test_permuted_ratings_teach_no_table_anything(ratings):
+    shuffled = torch.randperm(100_000, generator=torch.Generator().manual_seed(0))
+    permuted = dataclasses.replace(
+        ratings, labels=ratings.labels[shuffled], training=ratings.training[::3]
+    )
+    for kind in KINDS:
+        assert abs(train(permuted, kind, epochs=1, seed=0).test_auc - 0.5) <= 0.03, kind
 
 
 def test_rows_give_the_mean_and_each_seed(small_data):
@@ -165,8 +197,8 @@ def test_rows_give_the_mean_and_each_seed(small_data):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"kinds": ["qr"]}, "one of tt, dense, zero; got 'qr'"),
-        ({"kinds": []}, "one of tt, dense, zero; got ''"),
+        ({"kinds": ["tt", "robe"]}, "one of tt, dense, qr, hash, zero; got 'robe'"),
+        ({"kinds": []}, "one of tt, dense, qr, hash, zero; got ''"),
         ({"kinds": ["tt", "zero", "tt"]}, "tables must differ; got tt,zero,tt"),
         ({"epochs": 0}, "epochs must be at least 1; got 0"),
         ({"seeds": -2}, "seeds must be at least 1; got -2"),

@@ -1,18 +1,30 @@
 """Tensor-train embedding tables that take the place of nn.EmbeddingBag.
 
-TTEmbeddingBag  the module: nn.EmbeddingBag's call, a small part of its bytes
-TTSpec          the shape of a table: factors of rows and columns, ranks, bytes, FLOPs
-reference       the definition in float64, slow and short
+TTEmbeddingBag            the module: nn.EmbeddingBag's call, a small part of its bytes
+TTEmbedding               nn.Embedding's
+TTSpec, suggest           the shape of a table, and the search for a fast one
+convert_module            a model's tables, replaced in place
+TTEmbeddingBagCollection  many tables, called with a KeyedJaggedTensor; TableConfig
+reference                 the definition in float64, slow and short
 """
 
 from . import reference
-from .embedding import TTEmbeddingBag
+from .collection import KeyedJaggedTensor, KeyedTensor, TableConfig, TTEmbeddingBagCollection
+from .convert_module import convert_module
+from .embedding import TTEmbedding, TTEmbeddingBag
+from .shape_search import suggest
 from .shapes import TTSpec
 
-__all__ = ["TTEmbeddingBag", "TTSpec", "backends", "reference"]
+__all__ = [
+    "KeyedJaggedTensor", "KeyedTensor", "TTEmbedding", "TTEmbeddingBag",
+    "TTEmbeddingBagCollection", "TTSpec", "TableConfig", "backends", "convert_module", "reference",
+    "suggest",
+]  # fmt: skip
 __version__ = "0.1.0.dev0"
 
 
 def backends() -> dict[str, str]:
     """What can compute a table's rows here, each "available" or why not."""
-    return {"reference": "available", "torch": "available"}
+    from .backend import available
+
+    return available()

@@ -1,6 +1,6 @@
 """The command `ecorec`."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -10,20 +10,91 @@ app = typer.Typer(
     no_args_is_help=True, help="Tensor-train embedding tables, a drop-in for nn.EmbeddingBag."
 )
 experiment.mount(app, "ecorec")
+bench = typer.Typer(no_args_is_help=True, help="Times and sizes beside those of other tables.")
+app.add_typer(bench, name="bench")
+
+Json = Annotated[bool, typer.Option("--json", help="Rows as one JSON list.")]
+
+
+def _show(title: str, rows: list[dict[str, Any]], json: bool) -> None:
+    from septet_shared.experiment.commands import print_json, print_table
+    from septet_shared.experiment.results import show
+
+    if json:
+        print_json(rows)
+        return
+    names = ["name", "variant", "peer", "ratio", "value", "unit", "kind", "notes"]
+    shown = [name for name in names if any(row.get(name) not in (None, "") for row in rows)]
+    print_table(title, shown, [[show(row[key]) for key in shown] for row in rows])
+
+
+@app.command()
+def suggest(
+    rows: Annotated[int, typer.Option(help="Rows of the table.")],
+    dim: Annotated[int, typer.Option(help="Its columns.")],
+    rank: Annotated[int | None, typer.Option(help="Both ranks; else --max-bytes.")] = None,
+    max_bytes: Annotated[int | None, typer.Option(help="Most bytes of the cores.")] = None,
+    ndim: Annotated[int, typer.Option(help="Cores: 2, 3 or 4.")] = 3,
+    lookups: Annotated[int, typer.Option(help="Of a batch.")] = 65536,
+    json: Json = False,
+) -> None:
+    """The shape of a tensor-train table that is fast for its size."""
+    from septet_shared.profiling import bench_row
+
+    from .shape_search import suggest as search
+
+    with experiment.user_errors():
+        spec = search(rows, dim, rank=rank, max_bytes=max_bytes, ndim=ndim, lookups=lookups)
+    shape = f"p = {spec.p}, q = {spec.q}, ranks = {spec.ranks}"
+    if not json:
+        print(spec.explain())  # noqa: T201 - what was asked for
+        return
+    variant = "x".join(map(str, spec.p))
+    counted = {"parameters": (spec.bytes, "B", shape), "compression": (spec.compression, "", shape)}
+    found = [
+        bench_row(name, variant, value, unit, kind="counted", notes=notes)
+        for name, (value, unit, notes) in counted.items()
+    ]
+    _show("suggest", found, json)
+
+
+@bench.command()
+def step(
+    rows: Annotated[int, typer.Option(help="Rows of the table.")] = 10_000_000,
+    dim: Annotated[int, typer.Option(help="Its columns.")] = 32,
+    rank: Annotated[int, typer.Option(help="Both ranks.")] = 32,
+    batch: Annotated[int, typer.Option(help="Bags.")] = 4096,
+    pooling: Annotated[int, typer.Option(help="Lookups of a bag.")] = 20,
+    zipf: Annotated[float, typer.Option(help="Exponent of the lookups.")] = 1.05,
+    threads: Annotated[int, typer.Option(help="Threads of torch.")] = 1,
+    peers: Annotated[
+        str, typer.Option(help="Some of torch-tt, torch-tt-unique, nn, fbgemm-rowwise, fbgemm-sgd.")
+    ] = "nn,fbgemm-rowwise,fbgemm-sgd",
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds.")] = 7,
+    json: Json = False,
+) -> None:
+    """A training step against those of dense tables and of other tensor trains."""
+    from .step_benchmark import step_rows
+
+    with experiment.user_errors():
+        found = step_rows(
+            rows=rows, dim=dim, rank=rank, batch=batch, pooling=pooling, zipf=zipf,
+            threads=threads, peers=[peer.strip() for peer in peers.split(",")], rounds=rounds,
+        )  # fmt: skip
+    _show("a training step", list(found), json)
 
 
 @app.command()
 def train(
     data: Annotated[str, typer.Option(help="movielens, or a path to ml-100k.inter.")] = "movielens",
-    tables: Annotated[str, typer.Option(help="Kinds of table: tt, dense, zero.")] = "tt,dense,zero",
+    tables: Annotated[
+        str, typer.Option(help="Kinds of table: tt, dense, qr, hash, zero.")
+    ] = "tt,dense,zero",
     epochs: Annotated[int, typer.Option(help="Passes over the training part.")] = 4,
     seeds: Annotated[int, typer.Option(help="Runs of each kind, seeds from 0.")] = 1,
-    json: Annotated[bool, typer.Option("--json", help="Rows as one JSON list.")] = False,
+    json: Json = False,
 ) -> None:
     """Train a recommendation model on MovieLens-100k with each kind of table."""
-    from septet_shared.experiment.commands import print_json, print_table
-    from septet_shared.experiment.results import show
-
     from .movielens import load
     from .train import train_rows
 
@@ -31,8 +102,4 @@ def train(
         ratings = load(None if data == "movielens" else data)
         kinds = [kind.strip() for kind in tables.split(",")]
         rows = list(train_rows(ratings, kinds, epochs=epochs, seeds=seeds))
-    if json:
-        print_json(rows)
-    else:
-        shown = ["name", "variant", "value", "unit", "kind", "notes"]
-        print_table("MovieLens-100k", shown, [[show(row[key]) for key in shown] for row in rows])
+    _show("MovieLens-100k", rows, json)

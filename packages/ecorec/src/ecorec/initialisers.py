@@ -1,11 +1,26 @@
 """Cores whose product has entries of a given variance."""
 
 import math
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from .shapes import TTSpec
+
+
+class Initialiser(Protocol):
+    """What gives a table its first cores."""
+
+    def __call__(
+        self,
+        spec: TTSpec,
+        std: float,
+        *,
+        generator: torch.Generator | None,
+        device: torch.device | str | None,
+    ) -> list[Tensor]:
+        """Cores of `spec.core_shapes` and `spec.dtype`."""
 
 
 @torch.no_grad()
@@ -47,3 +62,26 @@ def match_normal(
         norm = torch.linalg.vector_norm(core, dim=rank_dim, keepdim=True)
         core.mul_(math.sqrt(rank) / norm)
     return [core.mul_(scale) for core in cores]
+
+
+def match_uniform(
+    spec: TTSpec,
+    std: float = 1.0,
+    *,
+    generator: torch.Generator | None = None,
+    device: torch.device | str | None = None,
+) -> list[Tensor]:
+    """Cores of a table whose entries have the deviation of numbers uniform in [-std, std].
+
+    That is std / sqrt(3), as in DLRM's tables with std = N^(-1/2). The entries' distribution is
+    match_normal's, not flat: sums of products of many numbers are close to Gaussian.
+
+    Args, Raises, Cost: as match_normal.
+    """
+    return match_normal(spec, std / math.sqrt(3), generator=generator, device=device)
+
+
+INITIALISERS: dict[str, Initialiser] = {
+    "match-normal": match_normal,
+    "match-uniform": match_uniform,
+}

@@ -6,10 +6,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import index, mul
+from typing import TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 DTYPES = (torch.float32, torch.float64)
+
+# The cost model of the C++ kernels: one thread of a CPU, float32, fitted to the steps of 36 shapes
+# within 13 % (root mean square). `shape_search.suggest` minimises with it; what counts are ratios.
+GFLOP_S = 60.0
+LANES = 8  # columns that one instruction multiplies; a product of fewer costs as many
+ROW_NS = 40.0  # of a row beside its arithmetic: sorting, gathering, adding to its bags
+PRODUCT_GB_S = 75.0  # a row reads its pair's product from the cache
+
+Number = TypeVar("Number", float, NDArray[np.float64])
+CoreShapes = tuple[tuple[int, int, int, int], ...]  # [p_k, r_(k-1), q_k, r_k] of each core
 
 
 @dataclass(frozen=True)
@@ -79,7 +92,7 @@ class TTSpec:
             object.__setattr__(self, "ranks", clipped)
 
     @property
-    def core_shapes(self) -> tuple[tuple[int, int, int, int], ...]:
+    def core_shapes(self) -> CoreShapes:
         """The shapes [p_k, r_(k-1), q_k, r_k] of the cores."""
         ranks = (1, *self.ranks, 1)
         return tuple(zip(self.p, ranks[:-1], self.q, ranks[1:], strict=True))
@@ -116,23 +129,53 @@ class TTSpec:
         When d = 4, triples are taken to be as many as the uniques or as the product of their
         three factors, whichever is less: an upper bound.
         """
-        front = _chain_flops(self.core_shapes, uniques, front_pairs)
+
+        def chain(shapes: CoreShapes, pairs: int) -> int:
+            d, products = len(shapes), [pairs, uniques]
+            if d == 4:
+                products.insert(1, min(uniques, math.prod(p for p, *_ in shapes[:3])))
+            return chain_flops(shapes, products[-(d - 1) :])
+
+        front = chain(self.core_shapes, front_pairs)
         if back_pairs is None:
             return front
-        mirrored = tuple((p, right, q, left) for p, left, q, right in reversed(self.core_shapes))
-        return min(front, _chain_flops(mirrored, uniques, back_pairs))
+        return min(front, chain(mirrored(self.core_shapes), back_pairs))
 
     def explain(self) -> str:
-        """Three lines for people: the shape, the bytes, and the arithmetic of a row."""
+        """Lines for people: the shape, the bytes, and what a row and a front pair cost."""
         cores = " ".join("x".join(map(str, shape)) for shape in self.core_shapes)
-        return (
+        *before, last = self.q
+        lines = [
             f"{self.num_embeddings:,} x {self.embedding_dim} rows as p = {self.p}, q = {self.q}, "
-            f"ranks = {self.ranks}: cores {cores}\n"
+            f"ranks = {self.ranks}: cores {cores}",
             f"{self.bytes:,} bytes instead of {self.dense_bytes:,}: {self.compression:,.1f} times "
-            f"fewer\n"
-            f"{self.flops(1, 0):,} FLOPs for each different row, "
-            f"{self.flops(0, 1):,} for each different front pair"
+            f"fewer",
+            f"each different row: {self.flops(1, 0):,} FLOPs, about "
+            f"{row_ns(math.prod(before), self.ranks[-1], last):.0f} ns",
+        ]
+        if len(self.p) > 2:
+            pair = product_ns(self.q[0] * self.q[1], *self.ranks[:2])
+            lines.append(
+                f"each different front pair: {self.flops(0, 1):,} FLOPs, about {pair:.0f} ns"
+            )
+        lines.append(
+            f"(a forward on one CPU thread: {GFLOP_S:g} GFLOP/s on columns padded to {LANES}, "
+            f"{ROW_NS:g} ns a row, products read at {PRODUCT_GB_S:g} GB/s)"
         )
+        if self.bytes >= self.dense_bytes:
+            lines.append("not smaller than the dense table: lower the ranks, or use that")
+        return "\n".join(lines)
+
+
+def product_ns(columns: Number, left: Number, right: Number) -> Number:
+    """Predicted time of one product of a prefix with a core: [columns, left] by [left, right]."""
+    return 2 * padded(columns) * left * right / GFLOP_S
+
+
+def row_ns(columns: Number, rank: Number, last: Number) -> Number:
+    """Predicted time of one row: the product [columns, rank] by a slice [rank, last]."""
+    read_bytes = 4 * padded(columns) * rank
+    return ROW_NS + read_bytes / PRODUCT_GB_S + product_ns(columns, rank, last)
 
 
 def default_spec(
@@ -162,7 +205,7 @@ def default_spec(
     d = len(ranks) + 1
     if d not in (2, 3, 4):
         raise ValueError(f"ranks must be one number or 1, 2 or 3 of them; got {tuple(ranks)}")
-    q = _column_factors(embedding_dim, d)
+    q = column_factors(embedding_dim, d)
     left = (1, *ranks)[d - 2]
     # p_(d-1) * left * q_(d-1) * r = p_d * r * q_d with p_d = N / p_(d-1)^(d-1)
     short = max(1, round((num_embeddings * q[-1] / (q[-2] * left)) ** (1 / d)))
@@ -179,6 +222,35 @@ def largest_ranks(p: Sequence[int], q: Sequence[int]) -> tuple[int, ...]:
     return tuple(map(min, left[:-1], right[1:]))
 
 
+def chain_flops(shapes: CoreShapes, products: Sequence[int]) -> int:
+    """FLOPs of products that extend prefixes core by core.
+
+    Args:
+        shapes: of the d cores, in the order in which they are multiplied.
+        products: for k = 2 ... d, the different prefixes of k digits; the last are the rows.
+    """
+    columns, flops = shapes[0][2], 0
+    for (_, left, q, right), count in zip(shapes[1:], products, strict=True):
+        columns *= q
+        flops += 2 * count * columns * left * right
+    return flops
+
+
+def mirrored(shapes: CoreShapes) -> CoreShapes:
+    """The cores as they look from the last to the first."""
+    return tuple((p, right, q, left) for p, left, q, right in reversed(shapes))
+
+
+def column_factors(columns: int, d: int) -> tuple[int, ...]:
+    """d nearly equal factors of D, ascending, with up to a quarter of padding where D has none."""
+    candidates = (
+        factors
+        for padded in range(columns, columns + columns // 4 + 2)
+        for factors in _sorted_factorisations(padded, d, smallest=1)
+    )
+    return min(candidates, key=lambda factors: (math.prod(factors) * sum(factors), factors))
+
+
 def check_positive(name: str, number: int) -> None:
     """Raises ValueError when the number is below 1."""
     if number < 1:
@@ -191,26 +263,9 @@ def check_dtype(dtype: torch.dtype) -> None:
         raise TypeError(f"dtype must be torch.float32 or torch.float64; got {dtype}")
 
 
-def _chain_flops(
-    shapes: Sequence[tuple[int, int, int, int]], uniques: int, front_pairs: int
-) -> int:
-    d = len(shapes)
-    columns, flops, prefixes = shapes[0][2], 0, shapes[0][0]
-    for k, (p, left, q, right) in enumerate(shapes[1:], start=2):
-        prefixes *= p
-        products = uniques if k == d else front_pairs if k == 2 else min(uniques, prefixes)
-        flops += 2 * products * columns * left * q * right
-        columns *= q
-    return flops
-
-
-def _column_factors(columns: int, d: int) -> tuple[int, ...]:
-    candidates = (
-        factors
-        for padded in range(columns, columns + columns // 4 + 2)
-        for factors in _sorted_factorisations(padded, d, smallest=1)
-    )
-    return min(candidates, key=lambda factors: (math.prod(factors) * sum(factors), factors))
+def padded(columns: Number) -> Number:
+    """Columns as the kernels' lanes take them."""
+    return -(-columns // LANES) * LANES
 
 
 def _sorted_factorisations(number: int, d: int, smallest: int) -> list[tuple[int, ...]]:

@@ -1,7 +1,7 @@
 """One training run per kind of table on MovieLens-100k: same model, batches and optimiser for all.
 
-Kinds: `tt` (TTEmbeddingBag), `dense` (nn.EmbeddingBag), `zero` (the table frozen at 0, which shows
-what the table is worth).
+Kinds: `tt` (TTEmbeddingBag), `dense` (nn.EmbeddingBag), `qr` and `hash` (`compressors`, at no more
+bytes than tt), `zero` (the table frozen at 0, which shows what the table is worth).
 """
 
 import time
@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from septet_shared.experiment import progress
 from septet_shared.profiling import bench_row
 
+from .compressors import HashedEmbeddingBag, QREmbeddingBag
 from .dlrm import DLRM
 from .embedding import TTEmbeddingBag
 from .movielens import FEATURES, TABLE_ROWS, Batch, Ratings
 from .shapes import TTSpec
 
-KINDS = ("tt", "dense", "zero")
+KINDS = ("tt", "dense", "qr", "hash", "zero")
 EMBEDDING_DIM = 16
 # Few short prefixes and a long last factor; chosen by validation AUC among shapes of >= 50x.
 TT_SPEC = TTSpec(TABLE_ROWS, EMBEDDING_DIM, p=(20, 20, 2500), q=(2, 2, 4), ranks=(28, 28))
@@ -64,8 +65,13 @@ class ZeroTable(nn.Module):
         return torch.zeros(len(offsets) - 1, EMBEDDING_DIM)
 
 
-def make_table(kind: str, seed: int) -> nn.Module:
+def make_table(kind: str, seed: int, spec: TTSpec = TT_SPEC) -> nn.Module:
     """The table of TABLE_ROWS x EMBEDDING_DIM of one of KINDS, entries N(0, INIT_STD^2).
+
+    Args:
+        kind: one of KINDS.
+        seed: of the entries.
+        spec: the shape of tt; qr and hash take as many rows as fit into its bytes.
 
     Raises:
         ValueError: an unknown kind.
@@ -78,9 +84,18 @@ def make_table(kind: str, seed: int) -> nn.Module:
         return TTEmbeddingBag(
             TABLE_ROWS,
             EMBEDDING_DIM,
-            spec=TT_SPEC,
+            spec=spec,
             mode="sum",
             include_last_offset=True,
+            init_std=INIT_STD,
+            generator=generator,
+        )
+    if kind in ("qr", "hash"):
+        compressor = QREmbeddingBag if kind == "qr" else HashedEmbeddingBag
+        return compressor(
+            TABLE_ROWS,
+            EMBEDDING_DIM,
+            max_bytes=spec.bytes,
             init_std=INIT_STD,
             generator=generator,
         )
@@ -90,7 +105,7 @@ def make_table(kind: str, seed: int) -> nn.Module:
     )
 
 
-def train(ratings: Ratings, kind: str, *, epochs: int, seed: int) -> Run:
+def train(ratings: Ratings, kind: str, *, epochs: int, seed: int, spec: TTSpec = TT_SPEC) -> Run:
     """A DLRM trained with Adagrad on one kind of table.
 
     Nothing depends on runs before: the numbers come from generators of this run's seed, which are
@@ -101,6 +116,7 @@ def train(ratings: Ratings, kind: str, *, epochs: int, seed: int) -> Run:
         kind: one of KINDS.
         epochs: passes over the training part.
         seed: of weights, table and order of batches.
+        spec: as in `make_table`.
 
     Runs on one thread. The same seed gives the same numbers.
 
@@ -110,11 +126,11 @@ def train(ratings: Ratings, kind: str, *, epochs: int, seed: int) -> Run:
     if epochs < 1:
         raise ValueError(f"epochs must be at least 1; got {epochs}")
     with _one_thread():
-        return _train(ratings, kind, epochs, seed)
+        return _train(ratings, kind, epochs, seed, spec)
 
 
 def train_rows(
-    ratings: Ratings, kinds: Sequence[str], *, epochs: int, seeds: int
+    ratings: Ratings, kinds: Sequence[str], *, epochs: int, seeds: int, spec: TTSpec = TT_SPEC
 ) -> Iterator[dict[str, Any]]:
     """Rows auc, logloss, embedding_bytes, seconds, test_rows of each kind, kind after kind.
 
@@ -129,7 +145,7 @@ def train_rows(
     for name, number in (("epochs", epochs), ("seeds", seeds)):
         if number < 1:
             raise ValueError(f"{name} must be at least 1; got {number}")
-    return _rows(ratings, kinds, epochs, seeds)
+    return _rows(ratings, kinds, epochs, seeds, spec)
 
 
 def check_kinds(kinds: Sequence[str]) -> None:
@@ -176,9 +192,9 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _train(ratings: Ratings, kind: str, epochs: int, seed: int) -> Run:
+def _train(ratings: Ratings, kind: str, epochs: int, seed: int, spec: TTSpec) -> Run:
     start = time.perf_counter()
-    table = make_table(kind, seed)
+    table = make_table(kind, seed, spec)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = DLRM(table, ratings.dense.shape[1], len(FEATURES), EMBEDDING_DIM)
@@ -226,10 +242,10 @@ def _logits(model: DLRM, batch: Batch) -> Tensor:
 
 
 def _rows(
-    ratings: Ratings, kinds: Sequence[str], epochs: int, seeds: int
+    ratings: Ratings, kinds: Sequence[str], epochs: int, seeds: int, spec: TTSpec
 ) -> Iterator[dict[str, Any]]:
     for kind in kinds:
-        runs = [train(ratings, kind, epochs=epochs, seed=seed) for seed in range(seeds)]
+        runs = [train(ratings, kind, epochs=epochs, seed=seed, spec=spec) for seed in range(seeds)]
         figures: list[tuple[str, str, Literal["measured", "counted"], list[float]]] = [
             ("auc", "", "measured", [run.test_auc for run in runs]),
             ("logloss", "nats", "measured", [run.test_logloss for run in runs]),

@@ -1,0 +1,573 @@
+"""The C++ path: a sorted batch, its products, its bags and their gradients, in host memory.
+
+One product a front pair, one row a different index, gradients contracted in the same order: bits
+depend on the batch (gradients: also on `max_workspace_bytes`), not on the number of threads.
+"""
+
+import ctypes
+import functools
+import math
+import weakref
+from ctypes import POINTER, c_int64, c_void_p
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from septet_shared import native
+from septet_shared.memory_pool import Arena
+from septet_shared.memory_pool.arena import ArenaScope
+
+from .backend import Lookups, index_error
+from .contraction import goes_back
+from .micro_batching import LEAST_PAIRS, LEAST_ROWS, Chunks, plan_chunks
+from .shapes import TTSpec
+
+SORT_COUNTS_BYTES = 4096 * 4  # of each thread that sorts; of a pass, where one sorts alone
+LOOKUPS_PER_SORTER, MOST_SORTERS = 16384, 8  # a thread more for so many lookups
+# One for all tables of the process: pages taken anew for each batch would be cleared each time.
+WORKSPACES = Arena(0)
+MODES = {"sum": 0, "mean": 1, "max": 2}
+LETTER = {torch.float32: "f32", torch.float64: "f64"}
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("p1", "p2", "p3", "q1", "q2", "q3", "r1", "r2", "dim")),
+        ("column", c_void_p),
+    )
+
+
+class _Batch(ctypes.Structure):
+    _fields_ = (
+        ("uniques", c_int64),
+        ("pairs", c_int64),
+        ("rows", c_int64),
+        *(
+            (name, c_void_p)
+            for name in (
+                *("i3", "id", "pair_start", "pair_i1", "pair_i2"),
+                *("entry_start", "entry_bag", "entry_at"),
+            )
+        ),
+    )
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The kernels, built. Raises native.NativeUnavailable without a compiler."""
+    folder = Path(__file__).with_name("native")
+    lib = native.build("ecorec_tt", sorted(folder.glob("*.cpp")))
+    pointer, number = c_void_p, c_int64
+    shape, batch = POINTER(_Shape), POINTER(_Batch)
+    signatures: dict[str, tuple[Any, list[Any]]] = {
+        "tt_sort": (
+            number,
+            [*(pointer, *[number] * 4, pointer, number, number), *[pointer] * 5, number, pointer],
+        ),
+        "tt_count": (number, [pointer, *[number] * 3, *[pointer] * 4]),
+        "tt_pairs": (None, [pointer, *[number] * 4, pointer, number, *[pointer] * 7]),
+        "tt_chunks": (number, [batch, number, number]),
+        "tt_forward_bytes": (number, [shape, *[number] * 5]),
+        "tt_backward_bytes": (number, [shape, *[number] * 5]),
+    }
+    for letter in LETTER.values():
+        signatures[f"tt_forward_{letter}"] = (
+            None,
+            [
+                *(shape, batch, *[pointer] * 4, number, number, *[pointer] * 3, number, number),
+                *(pointer, number, pointer),
+            ],
+        )
+        signatures[f"tt_backward_{letter}"] = (
+            None,
+            [
+                *(shape, batch, *[pointer] * 4, number, *[pointer] * 4, *[number] * 3),
+                *(pointer, number),
+            ],
+        )
+    for name, (result, arguments) in signatures.items():
+        function = getattr(lib, name)
+        function.restype, function.argtypes = result, arguments
+    return lib
+
+
+class Direction:
+    """A table as three cores, multiplied first core first, or (mirrored) last core first."""
+
+    def __init__(self, spec: TTSpec, back: bool) -> None:
+        p, q, r = spec.p, spec.q, spec.ranks
+        if len(p) == 2:
+            p, q, r = (1, *p), (1, *q), (1, *r)
+        columns = np.arange(math.prod(q), dtype=np.int32).reshape(q)
+        columns[columns >= spec.embedding_dim] = -1
+        if back:
+            p, q, r, columns = p[::-1], q[::-1], r[::-1], columns.transpose(2, 1, 0)
+        self.back = back
+        self.p, self.q, self.r = p, q, r
+        self.columns = np.ascontiguousarray(columns)
+        whole = not back and spec.embedding_dim == columns.size
+        self.shape = _Shape(
+            *p, *q, *r, spec.embedding_dim, None if whole else self.columns.ctypes.data
+        )
+        self.product = q[0] * q[1] * r[1]  # numbers of a pair's product
+
+    def cores(self, cores: list[Tensor]) -> list[Tensor]:
+        """G1 [p1, q1, r1], G2 [p2, r1, q2, r2], G3 [p3, r2, q3] of this direction, contiguous."""
+        found = [core.detach() for core in cores]
+        if len(found) == 2:
+            found.insert(0, torch.ones(1, 1, 1, 1, dtype=found[0].dtype))
+        if self.back:
+            found = [core.transpose(1, 3) for core in reversed(found)]
+        return [core.contiguous() for core in found]
+
+
+@dataclass
+class Part:
+    """The rows of a batch that go in one direction."""
+
+    direction: Direction
+    uniques: int
+    pairs: int
+    arrays: list[Tensor]
+    batch: _Batch
+
+
+@dataclass
+class Prepared:
+    """A sorted batch. `counts`: [B] lookups of each bag, for means."""
+
+    lookups: int
+    uniques: int
+    bags: int
+    parts: list[Part]
+    arrays: list[Tensor]
+    flops: int
+    counts: Tensor | None = None
+    chunks: list[Chunks] = field(default_factory=list)
+    nbytes: int = 0  # of all arrays
+    peak_bytes: int = 0  # most that the workspace held so far
+    chunk_count: int = 0  # of the forward
+    extra_flops: int = 0  # of pairs that a chunk's end cut, multiplied twice
+
+
+def _address(t: Tensor | None) -> int | None:
+    return None if t is None else t.data_ptr()
+
+
+def _int32(count: int) -> Tensor:
+    return torch.empty(max(count, 1), dtype=torch.int32)
+
+
+def sort_bytes(lookups: int, positions: bool) -> int:
+    """Bytes that sorting takes at the most, its results included."""
+    return lookups * (16 + 4 * (3 + positions)) + _counts_bytes(_most_sorters(lookups)) + 8
+
+
+def _most_sorters(lookups: int) -> int:
+    return max(1, min(lookups // LOOKUPS_PER_SORTER, MOST_SORTERS))
+
+
+def _counts_bytes(threads: int) -> int:
+    return max(3, threads) * SORT_COUNTS_BYTES
+
+
+def prepare(
+    spec: TTSpec,
+    directions: tuple[Direction, Direction],
+    flat: Tensor,
+    edges: Tensor | None,
+    bags: int,
+    bag_size: int,
+    padding_idx: int | None,
+    positions: bool,
+) -> Prepared:
+    """The batch sorted by row, its front or back pairs found.
+
+    Args:
+        flat: [V] int32 or int64, contiguous.
+        edges: [B + 1] int64, or None for bags of `bag_size` each.
+        positions: whether kernels need the position of each lookup (weights, max).
+
+    Raises:
+        IndexError: its arguments are (position, value) of an index outside [0, N).
+    """
+    lib, lookups = library(), len(flat)
+    threads = min(torch.get_num_threads(), _most_sorters(lookups))
+    scratch = torch.empty(16 * lookups + _counts_bytes(threads), dtype=torch.uint8)
+    bag, start, rows = _int32(lookups), _int32(lookups + 1), _int32(lookups)
+    at = _int32(lookups) if positions else None
+    sizes = (c_int64 * 2)()
+    failed = lib.tt_sort(
+        *(flat.data_ptr(), flat.dtype == torch.int64, lookups, spec.num_embeddings),
+        *(-1 if padding_idx is None else padding_idx, _address(edges), bags, bag_size),
+        *(bag.data_ptr(), _address(at), start.data_ptr(), rows.data_ptr()),
+        *(scratch.data_ptr(), threads, ctypes.addressof(sizes)),
+    )
+    if failed:
+        raise IndexError(sizes[0], int(flat[sizes[0]]))
+    entries, uniques = sizes
+    front = directions[0]
+    p1, p2, p3 = front.p
+    q1, q2, q3 = front.q
+    r1, r2 = front.r
+    counted = np.zeros((3, p2), dtype=np.int64)
+    mixed = len(spec.p) == 3
+    seen = np.zeros(-(-p2 * p3 // 64), dtype=np.uint64) if mixed else None
+    pairs = lib.tt_count(
+        *(rows.data_ptr(), uniques, p2, p3, *(line.ctypes.data for line in counted)),
+        seen.ctypes.data if seen is not None else None,
+    )
+    each, of_front, of_back = counted
+    width = 2 * q1 * q2 * q3
+    front_flops = 2 * q1 * q2 * r1 * r2 * of_front * (len(spec.p) > 2) + width * r2 * each
+    back_flops = 2 * r1 * q2 * q3 * r2 * of_back + width * r1 * each
+    back_first = goes_back(front_flops, back_flops, front.q) & mixed
+    least = int(np.where(back_first, back_flops, front_flops).sum())
+    made = Prepared(entries, uniques, bags, [], [bag, start, rows], least)
+    if at is not None:
+        made.arrays.append(at)
+    parts = [(False, pairs, uniques)]
+    choice: np.ndarray[Any, Any] | None = None
+    if back_first.any():
+        choice = back_first.astype(np.uint8)
+        parts = [
+            (False, int(of_front[~back_first].sum()), int(each[~back_first].sum())),
+            (True, int(of_back[back_first].sum()), int(each[back_first].sum())),
+        ]
+    for back, part_pairs, part_rows in parts:
+        if not part_rows:
+            continue
+        ids = _int32(part_rows) if choice is not None else None
+        i3, starts = _int32(part_rows), _int32(part_pairs + 1)
+        first, second = _int32(part_pairs), _int32(part_pairs)
+        lib.tt_pairs(
+            *(rows.data_ptr(), uniques, p1, p2, p3),
+            *(choice.ctypes.data if choice is not None else None, back, _address(ids)),
+            *(x.data_ptr() for x in (i3, starts, first, second, scratch)),
+            ctypes.addressof(sizes),
+        )
+        arrays = [x for x in (ids, i3, starts, first, second) if x is not None]
+        pointers = map(_address, (i3, ids, starts, first, second, start, bag, at))
+        batch = _Batch(sizes[0], sizes[1], uniques, *pointers)
+        made.parts.append(Part(directions[back], sizes[0], sizes[1], arrays, batch))
+    every = made.arrays + [x for part in made.parts for x in part.arrays]
+    made.nbytes = sum(x.nbytes for x in every)
+    made.peak_bytes = made.nbytes + scratch.nbytes + (seen.nbytes if seen is not None else 0)
+    return made
+
+
+def pair_flops(parts: list[Part]) -> int:
+    """FLOPs of a front (or, mirrored, back) pair; the larger when both occur."""
+    return max((2 * part.direction.product * part.direction.r[0] for part in parts), default=0)
+
+
+def chunk(prepared: Prepared, dtype: torch.dtype, available_bytes: int, backward: bool) -> bool:
+    """Whether the batch has room; `prepared.chunks` are then set, for each part."""
+    lib, item, found = library(), dtype.itemsize, []
+    left = available_bytes - prepared.nbytes
+    for part in prepared.parts:
+        shape, direction = ctypes.byref(part.direction.shape), part.direction
+
+        def forward_bytes(rows: int, pairs: int, keep: bool, shape: Any = shape) -> int:
+            return int(lib.tt_forward_bytes(shape, item, rows, pairs, keep, 0))
+
+        def backward_bytes(pairs: int, keep: bool, slots: int, shape: Any = shape) -> int:
+            return int(lib.tt_backward_bytes(shape, item, pairs, keep, slots, 0))
+
+        scratch = max(
+            lib.tt_forward_bytes(shape, item, 1, 1, 1, 1) - forward_bytes(1, 1, True),
+            lib.tt_backward_bytes(shape, item, 1, 1, 1, 1) - backward_bytes(1, True, 1),
+        )
+        chunks = plan_chunks(
+            uniques=part.uniques,
+            pairs=part.pairs,
+            last_lines=direction.p[2],
+            product_bytes=direction.product * item,
+            scratch_bytes=int(scratch),
+            forward_bytes=forward_bytes,
+            backward_bytes=backward_bytes,
+            available_bytes=left,
+            threads=torch.get_num_threads(),
+            backward=backward,
+        )
+        if chunks is None:
+            return False
+        left -= chunks.keep * (part.pairs * direction.product * item + 64)
+        found.append(chunks)
+    prepared.chunks = found
+    return True
+
+
+def smallest_bytes(spec: TTSpec, direction: Direction, lookups: int, positions: bool) -> int:
+    """Bytes that suffice for any batch of so many lookups."""
+    lib, item = library(), spec.dtype.itemsize
+    shape = ctypes.byref(direction.shape)
+    working = max(
+        lib.tt_forward_bytes(shape, item, LEAST_ROWS, LEAST_PAIRS + 2 * LEAST_ROWS, 0, 1),
+        lib.tt_backward_bytes(shape, item, LEAST_PAIRS, 0, 1, 1),
+    )
+    arrays = lookups * 4 * (8 + positions)
+    bits = direction.p[1] * direction.p[2] // 8
+    return int(max(sort_bytes(lookups, positions) + bits, arrays + working * 4 // 3)) + 4096
+
+
+def forward(
+    prepared: Prepared,
+    cores: list[Tensor],
+    weights: Tensor | None,
+    mode: str,
+    dim: int,
+    lasting: ArenaScope,
+) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
+    """(bags [B, D], for max the position each number comes from, kept products of each part).
+
+    weights: [V], by position in the flattened input. lasting: where products are kept.
+    """
+    dtype = cores[0].dtype
+    run = getattr(library(), f"tt_forward_{LETTER[dtype]}")
+    output = torch.zeros(prepared.bags, dim, dtype=dtype)
+    position = None
+    if mode == "max":
+        position = torch.full((prepared.bags, dim), -1, dtype=torch.int32)
+    kept: list[Tensor | None] = []
+    held, done = prepared.nbytes, (c_int64 * 2)()
+    for part, chunks in zip(prepared.parts, prepared.chunks, strict=True):
+        shape, found = ctypes.byref(part.direction.shape), part.direction.cores(cores)
+        product = part.direction.product
+        kept.append(lasting.empty(part.pairs * product, dtype) if chunks.keep else None)
+        sizes = (chunks.forward_rows, chunks.forward_pairs)
+        nbytes = library().tt_forward_bytes(
+            shape, dtype.itemsize, *sizes, chunks.keep, chunks.threads
+        )
+        held += kept[-1].nbytes if kept[-1] is not None else 0
+        mirrored = sum(core.nbytes for core in found) if part.direction.back else 0
+        prepared.peak_bytes = max(prepared.peak_bytes, held + nbytes + mirrored)
+        with WORKSPACES.scope() as scope:
+            run(
+                *(shape, ctypes.byref(part.batch), *(core.data_ptr() for core in found)),
+                *(_address(weights), MODES[mode], prepared.bags, output.data_ptr()),
+                *(
+                    _address(position),
+                    _address(kept[-1]),
+                    *sizes,
+                    scope.empty(nbytes, torch.uint8).data_ptr(),
+                ),
+                *(chunks.threads, ctypes.addressof(done)),
+            )
+    prepared.chunk_count = done[0]
+    twice = done[1] - sum(part.pairs for part in prepared.parts)
+    prepared.extra_flops = twice * pair_flops(prepared.parts)
+    if mode == "mean":
+        assert prepared.counts is not None
+        output /= prepared.counts.clamp(min=1).to(dtype)[:, None]
+    return output, position, kept
+
+
+def backward(
+    prepared: Prepared,
+    cores: list[Tensor],
+    weights: Tensor | None,
+    mode: str,
+    position: Tensor | None,
+    kept: list[Tensor | None],
+    gradient: Tensor,
+    by_count: bool,
+    wanted: list[bool],
+    weights_wanted: bool,
+) -> tuple[list[Tensor | None], Tensor | None]:
+    """(gradient of each core or None, gradient of the weights [V] or None).
+
+    wanted: for each core.
+    """
+    dtype = cores[0].dtype
+    run = getattr(library(), f"tt_backward_{LETTER[dtype]}")
+    gradient = gradient.contiguous()
+    scale = None
+    if mode == "mean":
+        assert prepared.counts is not None
+        scale = prepared.counts.clamp(min=1).to(dtype).reciprocal()
+    # The kernels add to the gradients of the first two cores and write that of the last.
+    has_front = any(not part.direction.back for part in prepared.parts)
+    found = [
+        None
+        if not want
+        else torch.empty(core.shape, dtype=dtype)
+        if has_front and core is cores[-1]
+        else torch.zeros(core.shape, dtype=dtype)
+        for core, want in zip(cores, wanted, strict=True)
+    ]
+    if len(cores) == 2:
+        found.insert(0, None)
+    of_weights = (
+        torch.zeros(weights.shape, dtype=dtype) if weights_wanted and weights is not None else None
+    )
+    held = prepared.nbytes + sum(k.nbytes for k in kept if k is not None)
+    for part, chunks, products in zip(prepared.parts, prepared.chunks, kept, strict=True):
+        shape, of_part = ctypes.byref(part.direction.shape), part.direction.cores(cores)
+        nbytes = library().tt_backward_bytes(
+            shape, dtype.itemsize, chunks.backward_pairs, chunks.keep, chunks.slots, chunks.threads
+        )
+        gradients, mirrored = found, 0
+        if part.direction.back:
+            gradients = [
+                None if target is None else torch.zeros_like(core)
+                for target, core in zip(found[::-1], of_part, strict=True)
+            ]
+            mirrored = 2 * sum(core.nbytes for core in of_part)
+        prepared.peak_bytes = max(prepared.peak_bytes, held + nbytes + mirrored)
+        pointers = (c_void_p * 3)(*(core.data_ptr() for core in of_part))
+        targets = (c_void_p * 3)(*map(_address, gradients))
+        with WORKSPACES.scope() as scope:
+            run(
+                *(shape, ctypes.byref(part.batch), ctypes.addressof(pointers)),
+                *(_address(weights), _address(scale), _address(position), by_count),
+                *(gradient.data_ptr(), _address(products)),
+                ctypes.addressof(targets),
+                *(_address(of_weights), part.uniques, chunks.backward_pairs, chunks.slots),
+                *(scope.empty(nbytes, torch.uint8).data_ptr(), chunks.threads),
+            )
+        if part.direction.back:
+            for target, mirror in zip(found[::-1], gradients, strict=True):
+                if target is not None and mirror is not None:
+                    target += mirror.transpose(1, 3)
+    return found[3 - len(cores) :], of_weights
+
+
+@functools.lru_cache(maxsize=1024)
+def directions_of(spec: TTSpec) -> tuple[Direction, Direction]:
+    """The table first core first, and last core first (the same for two cores)."""
+    front = Direction(spec, back=False)
+    return front, Direction(spec, back=True) if len(spec.p) == 3 else front
+
+
+def start(
+    spec: TTSpec, lookups: Lookups, weighted: bool, backward: bool, max_workspace_bytes: int
+) -> Prepared:
+    """The batch sorted and cut into chunks that stay within `max_workspace_bytes`.
+
+    Raises:
+        IndexError: an index outside [0, N), with its position.
+        ValueError: the batch does not fit; names the bytes that suffice.
+    """
+    positions = weighted or lookups.mode == "max"
+    flat = lookups.flat.contiguous()
+    edges = lookups.edges
+    if edges is not None:  # what comes after the last bag belongs to none
+        flat = flat[: int(edges[-1])]
+    directions = directions_of(spec)
+    needed = smallest_bytes(spec, directions[0], len(flat), positions)
+    if max_workspace_bytes < needed:
+        raise _too_small(len(flat), needed, max_workspace_bytes)
+    try:
+        prepared = prepare(
+            spec,
+            directions,
+            flat,
+            edges,
+            lookups.bags,
+            lookups.bag_size,
+            lookups.padding_idx,
+            positions,
+        )
+    except IndexError as error:
+        raise index_error(spec, *error.args) from None
+    if not chunk(prepared, spec.dtype, max_workspace_bytes, backward):
+        raise _too_small(len(flat), needed, max_workspace_bytes)
+    if lookups.mode == "mean":
+        bag_of = prepared.arrays[0][: prepared.lookups]
+        if lookups.padding_idx is not None:
+            prepared.counts = torch.bincount(bag_of, minlength=lookups.bags)
+        elif edges is not None:
+            prepared.counts = edges.diff()
+        else:
+            prepared.counts = torch.full((lookups.bags,), lookups.bag_size)
+    return prepared
+
+
+def _too_small(lookups: int, needed: int, given: int) -> ValueError:
+    return ValueError(
+        f"max_workspace_bytes must be at least {needed} for a batch of {lookups} lookups; "
+        f"got {given}"
+    )
+
+
+class CpuCall:
+    """One forward and, maybe, its backward, in C++."""
+
+    def __init__(
+        self,
+        spec: TTSpec,
+        lookups: Lookups,
+        weights: Tensor | None,
+        needs_graph: bool,
+        max_workspace_bytes: int,
+    ) -> None:
+        self.spec, self.lookups = spec, lookups
+        self.prepared = start(spec, lookups, weights is not None, needs_graph, max_workspace_bytes)
+        self.statistics: dict[str, Any] = {"backend": "cpu"}
+        self._kept: list[Tensor | None] = []
+        scope = WORKSPACES.scope()
+        self._lasting = scope.__enter__()
+        weakref.finalize(self, scope.__exit__, None, None, None)
+        self._position: Tensor | None = None
+
+    def forward(self, cores: list[Tensor], weights: Tensor | None) -> Tensor:
+        """Bags [B, D]."""
+        mode, dim = self.lookups.mode, self.spec.embedding_dim
+        weights = None if weights is None else weights.contiguous()
+        output, self._position, self._kept = forward(
+            self.prepared, cores, weights, mode, dim, self._lasting
+        )
+        self.statistics.update(
+            workspace_bytes=self.prepared.peak_bytes,
+            chunks=self.prepared.chunk_count,
+            flops=self.prepared.flops + self.prepared.extra_flops,
+        )
+        return output
+
+    def foreseen(self) -> tuple[int, int]:
+        """(chunks of the forward, most workspace bytes of it and its backward)."""
+        lib, item = library(), self.spec.dtype.itemsize
+        count, peak, held = 0, self.prepared.peak_bytes, self.prepared.nbytes
+        for part, sizes in zip(self.prepared.parts, self.prepared.chunks, strict=True):
+            shape = ctypes.byref(part.direction.shape)
+            held += sizes.keep * part.pairs * part.direction.product * item
+            rows = (sizes.forward_rows, sizes.forward_pairs)
+            working = max(
+                lib.tt_forward_bytes(shape, item, *rows, sizes.keep, sizes.threads),
+                lib.tt_backward_bytes(
+                    shape, item, sizes.backward_pairs, sizes.keep, sizes.slots, sizes.threads
+                ),
+            )
+            mirrored = self.spec.bytes if part.direction.back else 0
+            peak = max(peak, held + int(working) + mirrored)
+            count += int(lib.tt_chunks(ctypes.byref(part.batch), *rows))
+        return count, peak
+
+    def backward(
+        self,
+        cores: list[Tensor],
+        weights: Tensor | None,
+        gradient: Tensor,
+        wanted: list[bool],
+        weights_wanted: bool,
+    ) -> tuple[list[Tensor | None], Tensor | None]:
+        """Gradients of the wanted cores, and of the weights [V]."""
+        found = backward(
+            self.prepared,
+            cores,
+            None if weights is None else weights.contiguous(),
+            self.lookups.mode,
+            self._position,
+            self._kept,
+            gradient,
+            self.lookups.by_frequency,
+            wanted,
+            weights_wanted,
+        )
+        self.statistics["workspace_bytes"] = self.prepared.peak_bytes
+        return found

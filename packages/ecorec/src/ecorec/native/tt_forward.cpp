@@ -1,0 +1,215 @@
+// Bags of rows of a tensor-train table: one product a front pair, one row a different index.
+
+#include <omp.h>
+
+#include "rows.h"
+
+namespace {
+
+// How long before they are needed memory is asked for: bags, and lines of the last core.
+constexpr int64_t AHEAD = 8, ROWS_AHEAD = 3;
+
+template <typename T>
+struct Forward {
+    const Shape& s;
+    const Batch& b;
+    const T *g1, *g2, *g3;
+    const T* weights;   // by position in the flattened input, or null
+    Mode mode;
+    T* output;          // [bags][D]; zeros
+    int32_t* position;  // max: [bags][D] of the lookup that each number comes from; -1
+    T* kept;            // [pairs][q1 q2 r2] for the backward, or null
+    int64_t bags, most_rows, most_pairs, pad;
+
+    Groups groups;
+    RowPointers<T> pointers;
+    T *products, *rows, *scratch;
+    int64_t scratch_size;
+
+    static int64_t scratch_of(const Shape& s, int64_t pad) {
+        return round_up((s.r2 + s.q3) * pad, 64 / sizeof(T));
+    }
+    static int64_t bytes(
+        const Shape& s, int64_t pad, int64_t most_rows, int64_t most_pairs, bool keep,
+        int64_t threads)
+    {
+        const int64_t product = s.q1 * s.q2 * s.r2;
+        return Groups::bytes(s, most_pairs) + RowPointers<T>::bytes(s, most_pairs) +
+               (keep ? 0 : Workspace::bytes(most_pairs * product, sizeof(T))) +
+               Workspace::bytes(most_rows * s.dim, sizeof(T)) +
+               Workspace::bytes(threads * scratch_of(s, pad), sizeof(T));
+    }
+    void take(Workspace w, int64_t threads) {
+        groups.take(w, s, most_pairs);
+        pointers.take(w, s, most_pairs);
+        products = kept ? nullptr : w.take<T>(most_pairs * s.q1 * s.q2 * s.r2);
+        rows = w.take<T>(most_rows * s.dim);
+        scratch_size = scratch_of(s, pad);
+        scratch = w.take<T>(threads * scratch_size);
+    }
+
+    template <typename Sizes>
+    void rows_of_pair(const Sizes& n, const Chunk& c, int64_t f, const T* product, T* PT) const {
+        T* values = PT + n.r2() * n.pad();
+        lanes_of_product(n.a(), n.r2(), n.pad(), product, PT);
+        const int64_t last = c.last_row(b, f), size = n.r2() * n.q3(), end = b.uniques - 1;
+        const int32_t* i3 = b.i3;
+        const T* core = g3;
+        T* row = rows + (c.first_row(b, f) - c.u0) * n.dim();
+        for (int64_t u = c.first_row(b, f); u < last; u++, row += n.dim()) {
+            prefetch<false>(core + i3[std::min(u + ROWS_AHEAD, end)] * size, size);
+            row_values(PT, n.pad(), n.r2(), core + i3[u] * size, n.q3(), values);
+            to_columns(n.a(), n.q3(), n.pad(), n.column(), values, row);
+        }
+    }
+
+    static ALWAYS_INLINE void add(T* bag, const T* row, int64_t dim) {
+        constexpr int64_t W = Vector<T>::W;
+        int64_t i = 0;
+        for (; i + W <= dim; i += W) store(bag + i, load(bag + i) + load(row + i));
+        for (; i < dim; i++) bag[i] += row[i];
+    }
+    static ALWAYS_INLINE void add(T* bag, const T* row, T weight, int64_t dim) {
+        constexpr int64_t W = Vector<T>::W;
+        int64_t i = 0;
+        for (; i + W <= dim; i += W) store(bag + i, load(bag + i) + load(row + i) * weight);
+        for (; i < dim; i++) bag[i] += row[i] * weight;
+    }
+
+    void take_larger(int64_t bag, const T* row, int32_t at, int64_t first, int64_t width) const {
+        T* best = output + bag * s.dim;
+        int32_t* from = position + bag * s.dim;
+        for (int64_t i = first; i < first + width; i++)
+            if (from[i] < 0 || row[i] > best[i] || (row[i] == best[i] && at < from[i])) {
+                best[i] = row[i];
+                from[i] = at;
+            }
+    }
+
+    // Every thread reads all lookups, in order, and serves the bags and columns that it owns.
+    ALWAYS_INLINE void to_bags(
+        int64_t dim, const Chunk& c, int64_t low, int64_t high, int64_t first, int64_t width) const
+    {
+        const int64_t end = b.entry_start[b.rows];
+        const int32_t *bag_of = b.entry_bag, *at = b.entry_at;
+        const T* weight = weights;
+        T* out = output + first;
+        const bool max = mode == MAX;
+        for (int64_t u = c.u0; u < c.u1; u++) {
+            const T* row = rows + (u - c.u0) * dim;
+            const int64_t id = b.of(u), last = b.entry_start[id + 1];
+            for (int64_t e = b.entry_start[id]; e < last; e++) {
+                const int64_t bag = bag_of[e];
+                if (bag < low || bag >= high) continue;
+                prefetch<true>(out + bag_of[e + AHEAD < end ? e + AHEAD : e] * dim, width);
+                if (max) take_larger(bag, row, at[e], first, width);
+                else if (weight) add(out + bag * dim, row + first, weight[at[e]], width);
+                else add(out + bag * dim, row + first, width);
+            }
+        }
+    }
+    // Shares of cache lines of columns as far as they go, shares of bags beyond: a bag that is not
+    // one's own is a branch that nothing foretells.
+    template <typename Sizes>
+    void to_bags(const Sizes& n, const Chunk& c, int64_t t, int64_t threads) const {
+        if (threads == 1) return to_bags(n.dim(), c, 0, bags, 0, n.dim());
+        const int64_t line = 64 / sizeof(T), lines = round_up(n.dim(), line) / line;
+        int64_t parts = std::min(lines, threads);
+        while (threads % parts) parts--;
+        const int64_t first = lines * (t % parts) / parts * line;
+        const int64_t after = std::min(lines * (t % parts + 1) / parts * line, n.dim());
+        const int64_t others = threads / parts, share = t / parts;
+        const int64_t low = bags * share / others, high = bags * (share + 1) / others;
+        to_bags(n.dim(), c, low, high, first, after - first);
+    }
+
+    // done: chunks, and pair products made in them.
+    template <typename Sizes>
+    void run(const Sizes& n, int64_t threads, int64_t* done) {
+        Chunk c{0, 0, 0, 0};
+        const int64_t product = s.q1 * s.q2 * s.r2;
+#pragma omp parallel num_threads((int)threads)
+        {
+            const int64_t t = omp_get_thread_num(), all = omp_get_num_threads();
+            for (bool more = b.uniques > 0; more;) {
+#pragma omp barrier
+#pragma omp single
+                {
+                    c = after(b, c, most_rows, most_pairs);
+                    groups.fill(s, b, c);
+                    done[0]++;
+                    done[1] += c.f1 - c.f0;
+                }
+                T* of_chunk = kept ? kept + c.f0 * product : products;
+#pragma omp for schedule(dynamic, 4)
+                for (int64_t g = 0; g < groups.count; g++)
+                    pair_products(s, b, c, groups, g, pointers, g1, g2, of_chunk);
+#pragma omp for schedule(dynamic, 8)
+                for (int64_t f = c.f0; f < c.f1; f++)
+                    rows_of_pair(n, c, f, of_chunk + (f - c.f0) * product, scratch + t * scratch_size);
+                to_bags(n, c, t, all);
+                more = c.u1 < b.uniques;
+            }
+        }
+    }
+};
+
+template <typename T>
+void forward(
+    const Shape& s, const Batch& b, const T* g1, const T* g2, const T* g3, const T* weights,
+    int64_t mode, int64_t bags, T* output, int32_t* position, T* kept, int64_t most_rows,
+    int64_t most_pairs, char* workspace, int64_t threads, int64_t* done)
+{
+    const int64_t pad = round_up(s.a(), Vector<T>::W);
+    Forward<T> f{s, b, g1, g2, g3, weights, (Mode)mode, output, position, kept, bags, most_rows,
+                 most_pairs, pad};
+    f.take(Workspace{workspace}, threads);
+    with_sizes<T>(s, pad, [&](const auto& sizes) { f.run(sizes, threads, done); });
+}
+
+}  // namespace
+
+extern "C" {
+
+int64_t tt_forward_bytes(
+    const Shape* s, int64_t item, int64_t most_rows, int64_t most_pairs, int64_t keep,
+    int64_t threads)
+{
+    const int64_t pad = round_up(s->a(), LANES_OF(item));
+    return item == 4 ? Forward<float>::bytes(*s, pad, most_rows, most_pairs, keep, threads)
+                     : Forward<double>::bytes(*s, pad, most_rows, most_pairs, keep, threads);
+}
+
+// How many chunks a forward takes.
+int64_t tt_chunks(const Batch* b, int64_t most_rows, int64_t most_pairs)
+{
+    int64_t chunks = 0;
+    Chunk c{0, 0, 0, 0};
+    while (c.u1 < b->uniques) {
+        c = after(*b, c, most_rows, most_pairs);
+        chunks++;
+    }
+    return chunks;
+}
+
+// Adds the rows of this batch to `output`. done: its chunks and the pair products made are added.
+void tt_forward_f32(
+    const Shape* s, const Batch* b, const float* g1, const float* g2, const float* g3,
+    const float* weights, int64_t mode, int64_t bags, float* output, int32_t* position, float* kept,
+    int64_t most_rows, int64_t most_pairs, char* workspace, int64_t threads, int64_t* done)
+{
+    forward(*s, *b, g1, g2, g3, weights, mode, bags, output, position, kept, most_rows,
+            most_pairs, workspace, threads, done);
+}
+
+void tt_forward_f64(
+    const Shape* s, const Batch* b, const double* g1, const double* g2, const double* g3,
+    const double* weights, int64_t mode, int64_t bags, double* output, int32_t* position,
+    double* kept, int64_t most_rows, int64_t most_pairs, char* workspace, int64_t threads,
+    int64_t* done)
+{
+    forward(*s, *b, g1, g2, g3, weights, mode, bags, output, position, kept, most_rows,
+            most_pairs, workspace, threads, done);
+}
+
+}  // extern "C"
