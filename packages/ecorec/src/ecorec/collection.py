@@ -299,28 +299,35 @@ class TTEmbeddingBagCollection(nn.Module):
         return [feature for table in self.tables for feature in table.feature_names]
 
     def _check(self, batch: KeyedJaggedTensor) -> None:
-        check_features(batch, self.tables)
-        weights = batch.weights_or_none()
         for table in self.tables:
-            parameter = next(self.embedding_bags[table.name].parameters())
-            if batch.values().device != parameter.device:
-                raise ValueError(
-                    f"the batch must be on {parameter.device} like table {table.name!r}; "
-                    f"got {batch.values().device}"
-                )
-            if weights is None:
-                continue
-            if table.pooling != "sum":
-                raise NotImplementedError(
-                    "embedding_bag: per_sample_weights was not None. per_sample_weights is only "
-                    f"supported for mode='sum' (got mode={table.pooling!r} of table "
-                    f"{table.name!r})"
-                )
-            if weights.dtype != parameter.dtype:
-                raise TypeError(
-                    f"weights must be {parameter.dtype} like table {table.name!r}; "
-                    f"got {weights.dtype}"
-                )
+            check_tensors(batch, table, next(self.embedding_bags[table.name].parameters()))
+        check_features(batch, self.tables)
+
+
+def check_tensors(batch: KeyedJaggedTensor, table: TableConfig, like: Tensor) -> None:
+    """Whether the batch's device, and its weights if any, are those of a table like this tensor.
+
+    Raises:
+        ValueError: another device. NotImplementedError: weights, and pooling other than "sum".
+        TypeError: weights of another dtype.
+    """
+    if batch.values().device != like.device:
+        raise ValueError(
+            f"the batch must be on {like.device} like table {table.name!r}; "
+            f"got {batch.values().device}"
+        )
+    weights = batch.weights_or_none()
+    if weights is None:
+        return
+    if table.pooling != "sum":
+        raise NotImplementedError(
+            "embedding_bag: per_sample_weights was not None. per_sample_weights is only "
+            f"supported for mode='sum' (got mode={table.pooling!r} of table {table.name!r})"
+        )
+    if weights.dtype != like.dtype:
+        raise TypeError(
+            f"weights must be {like.dtype} like table {table.name!r}; got {weights.dtype}"
+        )
 
 
 def as_batch(features: Any) -> KeyedJaggedTensor:

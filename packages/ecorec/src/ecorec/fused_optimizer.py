@@ -145,6 +145,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         with self._lock:
             if self._is_due():
                 gradients, self._pending = self._pending or [], None
+                if self.combine is not None:
+                    gradients = self.combine(gradients)
                 self.apply(gradients)
         return loss
 
@@ -257,11 +259,15 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # --- pending gradients; not copied or stored: they belong to graphs of this process
 
+    # What an update's gradients become before it: of replicas of a table, their sum over ranks.
+    combine: Callable[[Sequence[Tensor | None]], list[Tensor | None]] | None
+
     def _start_pending(self) -> None:
         self._lock = threading.RLock()  # a GPU's backward runs in a thread of its own
         self._outstanding: WeakSet[Ticket] = WeakSet()
         self._pending = None
         self._accumulating = 0
+        self.combine = None
 
     def _is_due(self) -> bool:
         waiting = self._accumulating or len(self._outstanding)
