@@ -103,3 +103,50 @@ def train(
         kinds = [kind.strip() for kind in tables.split(",")]
         rows = list(train_rows(ratings, kinds, epochs=epochs, seeds=seeds))
     _show("MovieLens-100k", rows, json)
+
+
+@app.command("train-dist")
+def train_dist(
+    data: Annotated[str, typer.Option(help="synthetic.")] = "synthetic",
+    steps: Annotated[int, typer.Option(help="Of each rank.")] = 20,
+    local_batch: Annotated[int, typer.Option(help="Samples of a rank's step.")] = 128,
+    samples: Annotated[
+        int | None, typer.Option(help="Of all ranks; fewer than the steps take leave some empty.")
+    ] = None,
+    plan: Annotated[str, typer.Option(help="auto, tw (owners) or dp (replicas).")] = "auto",
+    link: Annotated[
+        str | None, typer.Option(help="Emulate this rate between the ranks, like 1gbit.")
+    ] = None,
+    check_against_single: Annotated[
+        bool, typer.Option("--check-against-single", help="Train one process too, and compare.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Train with tables over ranks: torchrun --nproc-per-node 2 -m ecorec train-dist."""
+    from .train_dist import train_dist_rows
+
+    with experiment.user_errors():
+        rows = train_dist_rows(
+            data=data, steps=steps, local_batch=local_batch, samples=samples, plan=plan, link=link,
+            check_against_single=check_against_single,
+        )  # fmt: skip
+    if rows:
+        _show("training over ranks", rows, json)
+
+
+@app.command()
+def plan(
+    tables: Annotated[
+        str, typer.Option(help="meta788, or its first 480 or 240 tables: meta480, meta240.")
+    ] = "meta788",
+    ranks: Annotated[int, typer.Option(help="Ranks of the job.")] = 32,
+    local_batch: Annotated[int, typer.Option(help="Samples of a rank's step.")] = 4096,
+    link_gbit: Annotated[float, typer.Option(help="Of a rank, Gbit/s.")] = 100.0,
+    json: Json = False,
+) -> None:
+    """Which rank computes which table: predicted steps of plans."""
+    from .sharding_plan import plan_rows
+
+    with experiment.user_errors():
+        rows = plan_rows(tables, ranks=ranks, local_batch=local_batch, link_gbit=link_gbit)
+    _show("predicted steps", rows, json)

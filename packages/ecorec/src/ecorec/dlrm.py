@@ -35,8 +35,8 @@ class DLRM(nn.Module):
         vectors = bags + 1
         self.pairs: Tensor
         self.register_buffer("pairs", torch.triu_indices(vectors, vectors, 1), persistent=False)
-        self.bottom = _mlp(dense_features, hidden, embedding_dim)
-        self.top = _mlp(vectors * embedding_dim + self.pairs.shape[1], hidden, hidden // 2, 1)
+        self.bottom = mlp(dense_features, hidden, embedding_dim)
+        self.top = mlp(vectors * embedding_dim + self.pairs.shape[1], hidden, hidden // 2, 1)
 
     def forward(self, dense: Tensor, indices: Tensor, offsets: Tensor) -> Tensor:
         """Logits [B] for dense [B, C] and the bags of all samples, sample by sample."""
@@ -48,7 +48,7 @@ class DLRM(nn.Module):
         return logits.squeeze(1)
 
 
-def _mlp(*widths: int) -> nn.Sequential:
+def mlp(*widths: int) -> nn.Sequential:
     """Linear layers with ReLU between them, none after the last."""
     layers = [layer for pair in pairwise(widths) for layer in (nn.Linear(*pair), nn.ReLU())]
     return nn.Sequential(*layers[:-1])

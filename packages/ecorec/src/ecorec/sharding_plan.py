@@ -16,7 +16,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -280,6 +280,62 @@ def simple_plan(
         tables, known, world_size=world_size, local_batch=local_batch, kinds=kinds, groups=groups,
         order=order,
     )  # fmt: skip
+
+
+def plan_rows(
+    tables: str, *, ranks: int, local_batch: int, link_gbit: float = 100.0
+) -> list[dict[str, Any]]:
+    """Rows `predicted_step` of the plans auto, tw, dp and slope for a population of tables.
+
+    Args:
+        tables: "meta788" (`traces.meta788`), "meta480" or "meta240", its first tables.
+        ranks: W. local_batch: samples of a rank. link_gbit: of a rank, Gbit/s.
+
+    Raises:
+        ValueError: unknown tables, or a number that is not positive.
+
+    Cost: seconds.
+    """
+    from septet_shared.profiling import bench_row
+
+    from .traces import meta788
+
+    counts = {"meta788": 788, "meta480": 480, "meta240": 240}
+    if tables not in counts:
+        raise ValueError(f"tables must be one of {', '.join(counts)}; got {tables!r}")
+    if not link_gbit > 0:
+        raise ValueError(f"link_gbit must be above 0; got {link_gbit}")
+    traces = meta788()[: counts[tables]]
+    configs = [TableConfig(t.name, t.num_embeddings, 32, [t.name], rank=32) for t in traces]
+    few, many = local_batch, local_batch * max(ranks, 2)
+    known = {
+        t.name: _heaps(
+            t.pooling,
+            few * t.pooling, t.expected_uniques(few * t.pooling),
+            many * t.pooling, t.expected_uniques(many * t.pooling),
+        )
+        for t in traces
+    }  # fmt: skip
+    profile = StepProfile(link_bytes_per_s=link_gbit * 1e9 / 8)
+    rows = []
+    variants: dict[str, tuple[tuple[str, ...], str]] = {
+        "auto": (KINDS, "auto"),
+        "tw": (("tw",), "auto"),
+        "dp": (("dp",), "auto"),
+        "slope": (("tw",), "slope"),
+    }
+    for variant, (kinds, groups) in variants.items():
+        found = plan(
+            configs, known, world_size=ranks, local_batch=local_batch, profile=profile,
+            kinds=kinds, groups=groups,
+        )  # fmt: skip
+        notes = f"{len(found.owner)} of {len(configs)} tables with an owner, "
+        notes += f"{len(found.groups)} groups; {ranks} ranks"
+        step_s = found.predicted_step_s
+        rows.append(
+            bench_row("predicted_step", variant, step_s, "s", kind="simulated", notes=notes)
+        )
+    return rows
 
 
 def _check_words(names: Sequence[str], kinds: Sequence[str], groups: str | int, order: str) -> None:

@@ -68,6 +68,7 @@ class DistributedTTCollection(nn.Module):
         plan: the Plan.
         tables: the TableConfigs.
         embedding_bags: the modules that are on this rank, by table name.
+        samples: [W] of each rank in the last batch.
 
     What each rank backpropagates is added up: divide a loss by the samples of all ranks, as
     `PipelinedTrainer` does, for the gradients of one process that has all samples. A fused
@@ -120,6 +121,7 @@ class DistributedTTCollection(nn.Module):
         # Exchanges must happen on every rank, also where a group has no table that learns.
         self._anchor = self._like.new_zeros(()).requires_grad_()
         self._started: InputExchange | None = None
+        self.samples: list[int] = []
 
     # ---- the batch ----
 
@@ -266,6 +268,7 @@ class DistributedTTCollection(nn.Module):
         if started is not None and started.batch is not features:
             raise RuntimeError("forward must be called with the batch that start was called with")
         exchange = started or self._exchange(features)
+        self.samples = exchange.samples
         received = self._received(exchange)
         sent = []
         for group in self.plan.groups:
