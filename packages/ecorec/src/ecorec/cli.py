@@ -150,3 +150,21 @@ def plan(
     with experiment.user_errors():
         rows = plan_rows(tables, ranks=ranks, local_batch=local_batch, link_gbit=link_gbit)
     _show("predicted steps", rows, json)
+
+
+@bench.command()
+def pipeline(
+    ranks: Annotated[int, typer.Option(help="Local processes.")] = 2,
+    link: Annotated[
+        str,
+        typer.Option(help="Emulated rate, like 1gbit; auto: exchanges take as long as computing."),
+    ] = "auto",
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds.")] = 11,
+    json: Json = False,
+) -> None:
+    """A pipelined step over ranks against one that waits for each exchange."""
+    from .pipeline_benchmark import pipeline_rows
+
+    with experiment.user_errors():
+        rows = pipeline_rows(ranks=ranks, link=link, rounds=rounds)
+    _show("a step over ranks", rows, json)

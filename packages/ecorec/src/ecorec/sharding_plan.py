@@ -5,7 +5,8 @@ A plan is judged by its predicted step, from the costs of tables and of the link
     forward   a rank computes its tables group by group; a group's exchange starts when every rank
               has computed it and the exchange before is over
     MLP       after the last exchange and the replicas, forward and backward
-    backward  all gradients leave, last group first; a group's tables follow their exchange
+    backward  all gradients leave, last group first, then the indices of the next batch; a group's
+              tables follow their exchange
     updates   gradients of replicas and of the MLP are summed over ranks
 
 Source: EcoRec, SC 2024 (greedy longest first, order by cost, slope); kinds per table and the search
@@ -33,7 +34,7 @@ ORDERS = ("cost", "given")
 GROUPS = ("auto", "slope")
 MOST_GROUPS = 8
 SLOPE_GROUPS, SLOPE = 4, 1.5  # of the paper: groups, and the first over the mean
-ITEM = 4  # bytes of a number
+ITEM, INDEX_ITEM = 4, 4  # bytes of a number, of an index
 
 
 @dataclass(frozen=True)
@@ -262,6 +263,37 @@ def plan(
     return _as_plan(names, owners, number, costs, world_size, local_batch, order, step_s)
 
 
+def predict(
+    plan: Plan,
+    tables: Sequence[TableConfig],
+    forward_s: Mapping[str, float],
+    profile: StepProfile,
+    *,
+    index_bytes: float = 0.0,
+    overlap: bool = True,
+) -> float:
+    """Seconds of a step of a plan whose tables take what was measured.
+
+    Args:
+        plan, tables: as they run.
+        forward_s: seconds of each table's forward, on its owner with the samples of all ranks, or
+            on every rank with its own.
+        profile: the link, the MLP, and backward over forward.
+        index_bytes: of a rank's lookups in tables with an owner.
+        overlap: whether a group travels while the next is computed, and indices behind the
+            backward of the batch before.
+    """
+    number = {name: g for g, names in enumerate(plan.groups) for name in names}
+    seconds = np.array([forward_s[table.name] for table in tables])
+    rows = [table.embedding_dim * len(table.feature_names) * ITEM for table in tables]
+    nbytes = [table_bytes(table) if plan.kind[table.name] == "dp" else 0 for table in tables]
+    costs = _Costs(seconds, seconds, np.array(rows, float), np.array(nbytes, float), index_bytes)
+    event = _Event(costs, plan.world_size, plan.local_batch, profile)
+    owners = np.array([plan.owner.get(table.name, -1) for table in tables])
+    group = np.array([number.get(table.name, 0) for table in tables])
+    return event.step_s(owners, group, overlap)
+
+
 def simple_plan(
     tables: Sequence[TableConfig],
     word: str,
@@ -373,7 +405,7 @@ def _costs(
         dp=forward(local_batch),
         row_bytes=np.array(rows, dtype=np.float64),
         table_bytes=np.array([table_bytes(table) for table in tables], dtype=np.float64),
-        index_bytes=8 * (lookups + features),
+        index_bytes=INDEX_ITEM * (lookups + features),
     )
 
 
@@ -423,7 +455,12 @@ class _Event:
         for g in reversed(range(count)):
             link = (link if overlap else max(link, float(ready.max()))) + exchange[g]
             ready = np.maximum(ready, link) + p.backward * compute[:, g]
-        end = max(float(ready.max()), link)
+        end = float(ready.max())
+        if tw.any() and self.size > 1:  # indices of the next batch, behind the gradients
+            share = (self.size - 1) / self.size
+            index_s = self.costs.index_bytes * share / p.link_bytes_per_s
+            index_s += p.link_latency_s * (self.size - 1)
+            end = max(end, link + index_s) if overlap else end + index_s
         summed = [self.costs.table_bytes[~tw].sum(), p.mlp_bytes]
         if self.size > 1:
             share = 2 * (self.size - 1) / self.size / p.link_bytes_per_s
@@ -432,8 +469,7 @@ class _Event:
                 for nbytes in summed
                 if nbytes
             )
-        index_s = self.costs.index_bytes * (self.size - 1) / self.size / p.link_bytes_per_s
-        return max(end, index_s if tw.any() else 0.0)
+        return end
 
 
 def _longest_first(costs: Floats, world_size: int) -> NDArray[np.int64]:

@@ -39,15 +39,20 @@ ERRORS = {kind.__name__: kind for kind in (IndexError, ValueError, TypeError, No
 class InputExchange:
     """The lookups of a batch on their way to the owners of their tables.
 
-    samples: [W] of each rank. batch: the local part. lookups: for each feature of a table of this
-    rank, all ranks' (indices, lengths, weights), once `finish` has them.
+    samples: [W] of each rank. batch: the local part. counts: of each rank and feature. send: each
+    payload (indices with lengths, then weights) with its counts, until it is `depart`ed.
     """
 
     batch: KeyedJaggedTensor
     samples: list[int]
     counts: Counts
-    indices: Work[Tensor] | None
-    weights: Work[Tensor] | None
+    send: list[tuple[Tensor, list[int], list[int]]]
+    works: list[Work[Tensor]]
+
+    def depart(self, ranks: Ranks) -> None:
+        """Sends what has not been sent."""
+        while self.send:
+            self.works.append(ranks.all_to_all_rows(*self.send.pop(0), async_op=True))
 
 
 class DistributedTTCollection(nn.Module):
@@ -126,10 +131,10 @@ class DistributedTTCollection(nn.Module):
     # ---- the batch ----
 
     def start(self, features: Any) -> None:
-        """Sends the indices of a batch on their way; the `forward` of this batch takes them over.
+        """Tells all ranks of a batch; the `forward` of this batch takes it over.
 
-        Collective, in the order of `forward` and `start` on every rank. Indices travel while other
-        work is done.
+        Collective, in the order of `forward` and `start` on every rank. The indices themselves
+        travel in the backward of the present batch, after its gradients, while tables are updated.
 
         Raises:
             ValueError, IndexError, TypeError, NotImplementedError: as TTEmbeddingBagCollection
@@ -157,18 +162,20 @@ class DistributedTTCollection(nn.Module):
         assert batch is not None
         samples = [said[0] for _, said in told]
         counts = [said[1] for _, said in told]
-        exchange = InputExchange(batch, samples, counts, None, None)
+        exchange = InputExchange(batch, samples, counts, [], [])
         if not self.plan.owner:
             return exchange
         of_rank = [self._owned(r) for r in range(self.ranks.size)]
         place, me = batch._place, self.ranks.rank
         lengths = batch.lengths().view(len(batch.keys()), batch.stride())
         packed, weights = [], []
+        largest = max(self._config[name].num_embeddings for name in self.plan.owner)
+        wide = torch.int32 if largest < 2**31 else torch.int64
         for names in of_rank:
             for feature in self._features(names):
                 k = place[feature]
                 begin, end = batch._bounds[k], batch._bounds[k + 1]
-                packed += [lengths[k].long(), batch.values()[begin:end].long()]
+                packed += [lengths[k].to(wide), batch.values()[begin:end].to(wide)]
                 if batch.weights_or_none() is not None:
                     weights.append(cast(Tensor, batch.weights_or_none())[begin:end].detach())
         where = self._feature_index
@@ -180,18 +187,13 @@ class DistributedTTCollection(nn.Module):
         sent = [len(self._features(of_rank[r])) * samples[me] + values(me, r) for r in size]
         mine_count = len(self._features(of_rank[me]))
         got = [mine_count * samples[r] + values(r, me) for r in size]
-        nothing = batch.values().new_empty(0, dtype=torch.int64)
-        exchange.indices = self.ranks.all_to_all_rows(
-            torch.cat([nothing, *packed]), sent, got, async_op=True
-        )
+        nothing = batch.values().new_empty(0, dtype=wide)
+        exchange.send.append((torch.cat([nothing, *packed]), sent, got))
         if batch.weights_or_none() is not None:
             like = cast(Tensor, batch.weights_or_none())
-            exchange.weights = self.ranks.all_to_all_rows(
-                torch.cat([like.new_empty(0), *weights]),
-                [values(me, r) for r in size],
-                [values(r, me) for r in size],
-                async_op=True,
-            )
+            out = [values(me, r) for r in size]
+            into = [values(r, me) for r in size]
+            exchange.send.append((torch.cat([like.new_empty(0), *weights]), out, into))
         return exchange
 
     def _check(self, batch: KeyedJaggedTensor) -> None:
@@ -223,13 +225,13 @@ class DistributedTTCollection(nn.Module):
 
     def _received(self, exchange: InputExchange) -> dict[str, tuple[Tensor, Tensor, Tensor | None]]:
         """For each tw table of this rank: indices, edges and weights of all ranks' bags."""
-        if exchange.indices is None:
+        if not exchange.works:
             return {}
         names = self._owned(self.ranks.rank)
         features = self._features(names)
         where, samples = self._feature_index, exchange.samples
-        received = exchange.indices.wait()
-        weights = exchange.weights.wait() if exchange.weights is not None else None
+        received, *rest = [work.wait() for work in exchange.works]
+        weights = rest[0] if rest else None
         pieces: dict[str, list[tuple[Tensor, Tensor, Tensor | None]]] = {f: [] for f in features}
         at, weight_at = 0, 0
         for rank, count in enumerate(samples):
@@ -246,7 +248,7 @@ class DistributedTTCollection(nn.Module):
         for name in names:
             parts = [part for f in self._config[name].feature_names for part in pieces[f]]
             lengths = torch.cat([part[0] for part in parts])
-            edges = nn.functional.pad(lengths.cumsum(0), (1, 0))
+            edges = nn.functional.pad(lengths.long().cumsum(0), (1, 0))
             own = None
             if weights is not None:
                 own = torch.cat([cast(Tensor, part[2]) for part in parts])
@@ -268,6 +270,7 @@ class DistributedTTCollection(nn.Module):
         if started is not None and started.batch is not features:
             raise RuntimeError("forward must be called with the batch that start was called with")
         exchange = started or self._exchange(features)
+        exchange.depart(self.ranks)
         self.samples = exchange.samples
         received = self._received(exchange)
         sent = []
@@ -300,8 +303,13 @@ class DistributedTTCollection(nn.Module):
             [samples[me] * width[r] for r in ranks],
             samples,
             self.overlap,
+            self._depart_started,
         )
         return flight, _depart(flight, self._anchor, *pooled)
+
+    def _depart_started(self) -> None:
+        if self._started is not None:
+            self._started.depart(self.ranks)
 
     def _columns(self, group: Sequence[str], arrived: Tensor, samples: int) -> dict[str, Tensor]:
         """[B, D] of each feature of the group, from the rows of each owner in turn."""
@@ -394,9 +402,10 @@ class Flight:
         receive: list[int],
         samples: list[int],
         overlap: bool,
+        then: Callable[[], None],
     ) -> None:
         self.ranks, self.send, self.receive = ranks, send, receive
-        self.samples, self.overlap = samples, overlap
+        self.samples, self.overlap, self.then = samples, overlap, then
         self.work: Work[Tensor] | None = None
         self.gradient: Tensor | None = None
 
@@ -449,6 +458,7 @@ class _Depart(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         flight = ctx.flight
+        flight.then()  # all gradients are on their way: the link is free behind them
         flight.land()
         assert flight.gradient is not None  # what `gradient` has become on its way
         return None, gradient.new_zeros(()), *flight.unpack(flight.gradient, ctx.shapes)
