@@ -19,7 +19,7 @@ from .sharding_plan import Plan, StepProfile, TableStatistics, plan, predict
 from .table_wise_pipeline import DistributedTTCollection
 
 LATENCY_S = 100e-6
-TABLES, ROWS, DIM, RANK, POOLING = 8, 1_000_000, 32, 16, 12
+TABLES, ROWS, DIM, RANK, POOLING = 16, 1_000_000, 32, 16, 12
 LOCAL_BATCH = 1024
 
 
@@ -71,11 +71,13 @@ def _measured(ranks: Ranks, link: str, rounds: int) -> list[dict[str, Any]]:
     batch = Batch(_lookups(ranks.rank, sizes))
     known = {t.name: TableStatistics(POOLING * size) for t, size in zip(tables, sizes, strict=True)}
     made = plan(
-        tables, known, world_size=ranks.size, local_batch=LOCAL_BATCH, kinds=("tw",), groups=4
+        tables, known, world_size=ranks.size, local_batch=LOCAL_BATCH, kinds=("tw",), groups=6
     )
-    free = _trainer(ranks, tables, made, overlap=False)
+    free = _trainer(ranks, tables, made, overlap=True)
     forward_s, backward = _table_seconds(ranks, free, batch)
     alone_s = _median_s(lambda: free.step(batch, batch))
+    pipelined = _trainer(ranks, tables, made, overlap=True)  # both start alike
+    blocking = _trainer(ranks, tables, made, overlap=False)
     sent = sum(t.embedding_dim for t in tables if made.owner[t.name] == ranks.rank)
     features = batch.sparse_features
     index_bytes = 4.0 * (len(features.values()) + len(features.lengths()))
@@ -85,9 +87,10 @@ def _measured(ranks: Ranks, link: str, rounds: int) -> list[dict[str, Any]]:
     if link != "auto":
         spec = LinkSpec(link, LATENCY_S)
     spec = ranks.all_gather_object(spec)[0]
-    pipelined = _trainer(ranks, tables, made, overlap=True)
-    blocking = _trainer(ranks, tables, made, overlap=False)
+    one = [1] * ranks.size
     with emulate(ranks, spec):
+        # What an exchange takes that carries next to nothing: the link's latency, and the meeting.
+        empty_s = _median_s(lambda: ranks.all_to_all_rows(torch.zeros(ranks.size), one, one), 21)
         found = compare(
             {
                 "pipelined": lambda: pipelined.step(batch, batch),
@@ -98,7 +101,7 @@ def _measured(ranks: Ranks, link: str, rounds: int) -> list[dict[str, Any]]:
     step_s = {name: timing.median_s for name, timing in found.timings.items()}
     profile = StepProfile(
         backward=backward, mlp_s=0.0, mlp_bytes=4, link_bytes_per_s=spec.bytes_per_s,
-        link_latency_s=LATENCY_S,
+        link_latency_s=max(ranks.all_gather_object(empty_s)) / (ranks.size - 1),
     )  # fmt: skip
     every = ranks.all_gather_object(forward_s)
     of_owner = {name: every[made.owner[name]][name] for name in made.owner}
@@ -107,10 +110,9 @@ def _measured(ranks: Ranks, link: str, rounds: int) -> list[dict[str, Any]]:
     exposed = max(0.0, step_s["pipelined"] - alone_s) / step_s["pipelined"]
     notes = f"of a step, beyond one without a link; {rate}"
     rows.append(bench_row("exposed", "pipelined", exposed, "fraction", notes=notes))
-    # What a step has beside its tables: measured where nothing travels.
-    beside_s = alone_s - predict(
-        made, tables, of_owner, replace(profile, link_bytes_per_s=1e15, link_latency_s=0.0)
-    )
+    # What a step has beside its tables, where nothing travels: packing, checks, autograd.
+    no_link = replace(profile, link_bytes_per_s=1e15, link_latency_s=0.0)
+    beside_s = alone_s - predict(made, tables, of_owner, no_link)
     for name, overlap in (("pipelined", True), ("blocking", False)):
         predicted = beside_s + predict(
             made, tables, of_owner, profile, index_bytes=index_bytes, overlap=overlap
