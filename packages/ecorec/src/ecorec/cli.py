@@ -168,3 +168,39 @@ def pipeline(
     with experiment.user_errors():
         rows = pipeline_rows(ranks=ranks, link=link, rounds=rounds)
     _show("a step over ranks", rows, json)
+
+
+@bench.command("convert")
+def bench_convert(
+    rows: Annotated[int, typer.Option(help="Rows of the dense table.")] = 10_000_000,
+    dim: Annotated[int, typer.Option(help="Its columns.")] = 32,
+    rank: Annotated[int, typer.Option(help="Both ranks.")] = 16,
+    threads: Annotated[int, typer.Option(help="Threads of torch.")] = 2,
+    json: Json = False,
+) -> None:
+    """Time and memory of a TT-SVD, in a process of its own."""
+    from .experiments.conversion import bench_rows
+
+    with experiment.user_errors():
+        found = list(bench_rows(rows, dim, rank, threads))
+    _show("a conversion", found, json)
+
+
+@app.command()
+def convert(
+    table: Annotated[str, typer.Argument(help="A dense table [N, D]: .npy, or .pt of torch.save.")],
+    output: Annotated[str, typer.Option(help="Where the tensor train goes, a .pt.")],
+    key: Annotated[str | None, typer.Option(help="Its name, when the .pt holds a dict.")] = None,
+    rank: Annotated[int | None, typer.Option(help="One of these three: both ranks,")] = None,
+    max_bytes: Annotated[int | None, typer.Option(help="the most bytes of the cores,")] = None,
+    rel_error: Annotated[float | None, typer.Option(help="the most relative error.")] = None,
+    json: Json = False,
+) -> None:
+    """Convert a dense table to a tensor train by TT-SVD; tells the true error."""
+    from .convert_file import convert_rows
+
+    with experiment.user_errors():
+        rows = convert_rows(
+            table, output, key=key, rank=rank, max_bytes=max_bytes, rel_error=rel_error
+        )
+    _show("a conversion", rows, json)
