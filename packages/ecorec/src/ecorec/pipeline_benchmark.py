@@ -66,10 +66,8 @@ def pipeline_rows(
 
 
 def _measured(ranks: Ranks, link: str, rounds: int) -> list[dict[str, Any]]:
-    sizes = [0.5 + 1.5 * k / (TABLES - 1) for k in range(TABLES)]  # of the lookups: tables differ
-    tables = [TableConfig(f"t{k}", ROWS, DIM, [f"f{k}"], rank=RANK) for k in range(TABLES)]
-    batch = Batch(_lookups(ranks.rank, sizes))
-    known = {t.name: TableStatistics(POOLING * size) for t, size in zip(tables, sizes, strict=True)}
+    tables, features, known = table_batch(ranks.rank, TABLES, LOCAL_BATCH)
+    batch = Batch(features)
     made = plan(
         tables, known, world_size=ranks.size, local_batch=LOCAL_BATCH, kinds=("tw",), groups=6
     )
@@ -79,7 +77,6 @@ def _measured(ranks: Ranks, link: str, rounds: int) -> list[dict[str, Any]]:
     pipelined = _trainer(ranks, tables, made, overlap=True)  # both start alike
     blocking = _trainer(ranks, tables, made, overlap=False)
     sent = sum(t.embedding_dim for t in tables if made.owner[t.name] == ranks.rank)
-    features = batch.sparse_features
     index_bytes = 4.0 * (len(features.values()) + len(features.lengths()))
     nbytes = 2 * 4 * LOCAL_BATCH * (ranks.size - 1) * max(ranks.all_gather_object(sent))
     nbytes += index_bytes * (ranks.size - 1) / ranks.size
@@ -132,16 +129,21 @@ def _step_row(ratio: Ratio, step_s: dict[str, float], rate: str) -> dict[str, An
     )  # fmt: skip
 
 
-def _lookups(rank: int, sizes: Sequence[float]) -> KeyedJaggedTensor:
+def table_batch(
+    rank: int, tables: int, samples: int
+) -> tuple[list[TableConfig], KeyedJaggedTensor, dict[str, TableStatistics]]:
+    """Tables of a million rows, a rank's lookups (few in some, many in others), and their law."""
     generator = torch.Generator().manual_seed(rank)
+    counts = [round(POOLING * (0.5 + 1.5 * k / max(1, tables - 1))) for k in range(tables)]
     values, lengths = [], []
-    for size in sizes:
-        count = round(POOLING * size)
-        skewed = torch.rand(LOCAL_BATCH * count, generator=generator) ** 3
+    for count in counts:
+        skewed = torch.rand(samples * count, generator=generator) ** 3
         values.append((skewed * ROWS).long().clamp_(max=ROWS - 1))
-        lengths.append(torch.full((LOCAL_BATCH,), count))
-    keys = [f"f{k}" for k in range(len(sizes))]
-    return KeyedJaggedTensor(keys, torch.cat(values), torch.cat(lengths))
+        lengths.append(torch.full((samples,), count))
+    configs = [TableConfig(f"t{k}", ROWS, DIM, [f"f{k}"], rank=RANK) for k in range(tables)]
+    keys = [f"f{k}" for k in range(tables)]
+    known = {t.name: TableStatistics(float(n)) for t, n in zip(configs, counts, strict=True)}
+    return configs, KeyedJaggedTensor(keys, torch.cat(values), torch.cat(lengths)), known
 
 
 def _trainer(

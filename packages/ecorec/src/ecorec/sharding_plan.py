@@ -330,24 +330,12 @@ def plan_rows(
     """
     from septet_shared.profiling import bench_row
 
-    from .traces import meta788
-
     counts = {"meta788": 788, "meta480": 480, "meta240": 240}
     if tables not in counts:
         raise ValueError(f"tables must be one of {', '.join(counts)}; got {tables!r}")
     if not link_gbit > 0:
         raise ValueError(f"link_gbit must be above 0; got {link_gbit}")
-    traces = meta788()[: counts[tables]]
-    configs = [TableConfig(t.name, t.num_embeddings, 32, [t.name], rank=32) for t in traces]
-    few, many = local_batch, local_batch * max(ranks, 2)
-    known = {
-        t.name: _heaps(
-            t.pooling,
-            few * t.pooling, t.expected_uniques(few * t.pooling),
-            many * t.pooling, t.expected_uniques(many * t.pooling),
-        )
-        for t in traces
-    }  # fmt: skip
+    configs, known = plan_of_traces(counts[tables], ranks, local_batch)
     profile = StepProfile(link_bytes_per_s=link_gbit * 1e9 / 8)
     rows = []
     variants: dict[str, tuple[tuple[str, ...], str]] = {
@@ -368,6 +356,29 @@ def plan_rows(
             bench_row("predicted_step", variant, step_s, "s", kind="simulated", notes=notes)
         )
     return rows
+
+
+def plan_of_traces(
+    count: int, ranks: int, local_batch: int
+) -> tuple[list[TableConfig], dict[str, TableStatistics]]:
+    """The first tables of `traces.meta788`, 32 columns and rank 32, and their statistics.
+
+    Statistics are right at `local_batch` samples and at those of all ranks.
+    """
+    from .traces import meta788
+
+    traces = meta788()[:count]
+    configs = [TableConfig(t.name, t.num_embeddings, 32, [t.name], rank=32) for t in traces]
+    few, many = local_batch, local_batch * max(ranks, 2)
+    known = {
+        t.name: _heaps(
+            t.pooling,
+            few * t.pooling, t.expected_uniques(few * t.pooling),
+            many * t.pooling, t.expected_uniques(many * t.pooling),
+        )
+        for t in traces
+    }  # fmt: skip
+    return configs, known
 
 
 def _check_words(names: Sequence[str], kinds: Sequence[str], groups: str | int, order: str) -> None:

@@ -271,6 +271,23 @@ class DistributedTTCollection(nn.Module):
             raise RuntimeError("forward must be called with the batch that start was called with")
         exchange = started or self._exchange(features)
         exchange.depart(self.ranks)
+        return self._arrived(*self._departed(exchange))
+
+    def batch_wise(self, pieces: Sequence[Any]) -> list[Tensor]:
+        """[B, ...] of each piece of a batch; the rows of one travel while the next is looked up.
+
+        What a pipeline over pieces of the batch does instead of `forward`; for comparison.
+        """
+        exchanges = [self._exchange(piece) for piece in pieces]
+        for exchange in exchanges:
+            exchange.depart(self.ranks)
+        departed = [self._departed(exchange) for exchange in exchanges]
+        return [self._arrived(*each).values() for each in departed]
+
+    def _departed(
+        self, exchange: InputExchange
+    ) -> tuple[InputExchange, list[tuple["Flight", Tensor]], dict[str, Tensor]]:
+        """Every group computed and its rows on their way; the bags of replicas."""
         self.samples = exchange.samples
         received = self._received(exchange)
         sent = []
@@ -278,7 +295,14 @@ class DistributedTTCollection(nn.Module):
             mine = [name for name in group if self._is_of(name, self.ranks.rank)]
             pooled = [self._bags(name, *received[name]) for name in mine]
             sent.append(self._send(group, mine, pooled, exchange.samples))
-        columns = self._replicas(exchange.batch)
+        return exchange, sent, self._replicas(exchange.batch)
+
+    def _arrived(
+        self,
+        exchange: InputExchange,
+        sent: list[tuple["Flight", Tensor]],
+        columns: dict[str, Tensor],
+    ) -> KeyedTensor:
         for group, (flight, rows) in zip(self.plan.groups, sent, strict=True):
             arrived = _arrive(flight, rows, self._anchor)
             columns |= self._columns(group, arrived, exchange.samples[self.ranks.rank])

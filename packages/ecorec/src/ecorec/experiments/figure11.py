@@ -27,7 +27,7 @@ from septet_shared.profiling import bench_row, compare
 NAME = "figure11"
 TITLE = "A training step on the largest tables, against the algorithms of FBTT and EL-Rec"
 SCALES = {
-    "smoke": Sweep(tables=2, batches=[256], most_pooling=8, rank=32),
+    "smoke": Sweep(tables=2, batches=[1024], most_pooling=8, rank=32),
     "cpu": Sweep(tables=4, batches=[2048, 4096, 8192], most_pooling=12, rank=32),
     "gpu": Sweep(tables=28, batches=[2048, 8192, 32768, 131072], most_pooling=200, rank=32),
 }
