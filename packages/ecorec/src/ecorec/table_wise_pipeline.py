@@ -62,7 +62,8 @@ class DistributedTTCollection(nn.Module):
         tables: as in TTEmbeddingBagCollection, the same on every rank.
         ranks: who takes part.
         plan: a `sharding_plan.Plan`, or "tw" (every table has an owner) or "dp" (every table is
-            everywhere), "auto" for the least predicted step.
+            everywhere), "auto" for the least predicted step if each feature had one lookup a
+            sample; where more is known, `sharding_plan.plan` makes a better one.
         groups: of a plan made here: how many exchanges a step's rows travel in, or "auto".
         order: of a plan made here: "cost" (cheap tables first in the forward, last in the
             backward) or "given".
@@ -83,6 +84,8 @@ class DistributedTTCollection(nn.Module):
     Raises:
         ValueError: as TTEmbeddingBagCollection; a plan for other tables or ranks; an unknown plan.
         NotImplementedError: scale_grad_by_freq with dp tables, whose ranks count for themselves.
+
+    Cost: every rank makes all tables and keeps its own.
     """
 
     def __init__(
