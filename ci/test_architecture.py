@@ -20,7 +20,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 # Distributions that may be declared without being installed, where the import name is not theirs.
-IMPORT_NAMES = {"cupy-cuda12x": "cupy", "cupy-cuda13x": "cupy"}
+IMPORT_NAMES = {
+    "cupy-cuda12x": "cupy",
+    "cupy-cuda13x": "cupy",
+    "fbgemm-gpu-cpu": "fbgemm_gpu",
+}
 SKELETON = [
     "README.md",
     "CHANGELOG.md",
