@@ -68,7 +68,7 @@ def library() -> ctypes.CDLL:
             number,
             [*(pointer, *[number] * 4, pointer, number, number), *[pointer] * 5, number, pointer],
         ),
-        "tt_count": (number, [pointer, *[number] * 3, *[pointer] * 4]),
+        "tt_count": (number, [pointer, *[number] * 3, *[pointer] * 8]),
         "tt_pairs": (None, [pointer, *[number] * 4, pointer, number, *[pointer] * 7]),
         "tt_chunks": (number, [batch, number, number]),
         "tt_forward_bytes": (number, [shape, *[number] * 5]),
@@ -214,49 +214,59 @@ def prepare(
     p1, p2, p3 = front.p
     q1, q2, q3 = front.q
     r1, r2 = front.r
-    counted = np.zeros((3, p2), dtype=np.int64)
     mixed = len(spec.p) == 3
-    seen = np.zeros(-(-p2 * p3 // 64), dtype=np.uint64) if mixed else None
+    counted = np.zeros(3 * p2 + mixed * -(-p2 * p3 // 64), dtype=np.int64)
+    each, of_front, of_back = counted[: 3 * p2].reshape(3, p2)
+    place = counted.ctypes.data
+    most_pairs = min(uniques, p1 * p2)
+    i3, starts = _int32(uniques), _int32(most_pairs + 1)
+    first, second = _int32(most_pairs), _int32(most_pairs)
     pairs = lib.tt_count(
-        *(rows.data_ptr(), uniques, p2, p3, *(line.ctypes.data for line in counted)),
-        seen.ctypes.data if seen is not None else None,
+        *(rows.data_ptr(), uniques, p2, p3, *(place + 8 * k * p2 for k in range(3))),
+        place + 24 * p2 if mixed else None,
+        *(x.data_ptr() for x in (i3, starts, first, second)),
     )
-    each, of_front, of_back = counted
     width = 2 * q1 * q2 * q3
-    front_flops = 2 * q1 * q2 * r1 * r2 * of_front * (len(spec.p) > 2) + width * r2 * each
-    back_flops = 2 * r1 * q2 * q3 * r2 * of_back + width * r1 * each
-    back_first = goes_back(front_flops, back_flops, front.q) & mixed
-    least = int(np.where(back_first, back_flops, front_flops).sum())
-    made = Prepared(entries, uniques, bags, [], [bag, start, rows], least)
+    front_flops = 2 * q1 * q2 * r1 * r2 * mixed * of_front + width * r2 * each
+    made = Prepared(entries, uniques, bags, [], [bag, start, rows], 0)
     if at is not None:
         made.arrays.append(at)
-    parts = [(False, pairs, uniques)]
-    choice: np.ndarray[Any, Any] | None = None
-    if back_first.any():
+
+    def add(back: bool, pairs: int, rows_of_part: int, arrays: list[Tensor], ids: Any) -> None:
+        i3, starts, first, second = arrays
+        pointers = map(_address, (i3, ids, starts, first, second, start, bag, at))
+        batch = _Batch(rows_of_part, pairs, uniques, *pointers)
+        held = arrays if ids is None else [*arrays, ids]
+        made.parts.append(Part(directions[back], rows_of_part, pairs, held, batch))
+
+    back_first = None
+    if mixed:
+        back_flops = 2 * r1 * q2 * q3 * r2 * of_back + width * r1 * each
+        back_first = goes_back(front_flops, back_flops, front.q)
+    if back_first is None or not back_first.any():
+        made.flops = int(front_flops.sum())
+        if uniques:
+            add(False, pairs, uniques, [i3, starts, first, second], None)
+    else:
+        made.flops = int(np.where(back_first, back_flops, front_flops).sum())
         choice = back_first.astype(np.uint8)
-        parts = [
+        for back, part_pairs, part_rows in (
             (False, int(of_front[~back_first].sum()), int(each[~back_first].sum())),
             (True, int(of_back[back_first].sum()), int(each[back_first].sum())),
-        ]
-    for back, part_pairs, part_rows in parts:
-        if not part_rows:
-            continue
-        ids = _int32(part_rows) if choice is not None else None
-        i3, starts = _int32(part_rows), _int32(part_pairs + 1)
-        first, second = _int32(part_pairs), _int32(part_pairs)
-        lib.tt_pairs(
-            *(rows.data_ptr(), uniques, p1, p2, p3),
-            *(choice.ctypes.data if choice is not None else None, back, _address(ids)),
-            *(x.data_ptr() for x in (i3, starts, first, second, scratch)),
-            ctypes.addressof(sizes),
-        )
-        arrays = [x for x in (ids, i3, starts, first, second) if x is not None]
-        pointers = map(_address, (i3, ids, starts, first, second, start, bag, at))
-        batch = _Batch(sizes[0], sizes[1], uniques, *pointers)
-        made.parts.append(Part(directions[back], sizes[0], sizes[1], arrays, batch))
+        ):
+            if not part_rows:
+                continue
+            ids, arrays = _int32(part_rows), [_int32(part_rows), _int32(part_pairs + 1)]
+            arrays += [_int32(part_pairs), _int32(part_pairs)]
+            lib.tt_pairs(
+                *(rows.data_ptr(), uniques, p1, p2, p3, choice.ctypes.data, back),
+                *(x.data_ptr() for x in (ids, *arrays, scratch)),
+                ctypes.addressof(sizes),
+            )
+            add(back, part_pairs, part_rows, arrays, ids)
     every = made.arrays + [x for part in made.parts for x in part.arrays]
     made.nbytes = sum(x.nbytes for x in every)
-    made.peak_bytes = made.nbytes + scratch.nbytes + (seen.nbytes if seen is not None else 0)
+    made.peak_bytes = made.nbytes + scratch.nbytes + counted.nbytes
     return made
 
 

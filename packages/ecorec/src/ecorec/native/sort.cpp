@@ -247,24 +247,29 @@ int64_t tt_sort(
         entry_at, entry_start, rows, keys, spare, counts, threads, sizes);
 }
 
-// For each i2: different rows, front pairs and back pairs with it. seen: p2 * p3 zero bits.
-// Returns the number of front pairs.
+// For each i2: different rows, front pairs and back pairs with it; and all rows by front pair, as
+// tt_pairs gives them. seen: p2 * p3 zero bits, or null. Returns the number of front pairs.
 int64_t tt_count(
     const uint32_t* rows, int64_t n, int64_t p2, int64_t p3, int64_t* uniques_of,
-    int64_t* front_of, int64_t* back_of, uint64_t* seen)
+    int64_t* front_of, int64_t* back_of, uint64_t* seen, int32_t* i3, int32_t* pair_start,
+    int32_t* pair_i1, int32_t* pair_i2)
 {
-    int64_t pairs = 0, beyond = 0, first = 0, i2 = 0;
+    int64_t pairs = 0, beyond = 0, first = 0, i2 = 0;  // the present pair: first <= row < beyond
     for (int64_t u = 0; u < n; u++) {
         const int64_t row = rows[u];
         if (u == 0 || row >= beyond) {
-            const int64_t pair = row / p3;
+            const int64_t pair = row / p3, i1 = pair / p2;
             first = pair * p3;
             beyond = first + p3;
-            i2 = pair % p2;
+            i2 = pair - i1 * p2;
             front_of[i2]++;
+            pair_start[pairs] = (int32_t)u;
+            pair_i1[pairs] = (int32_t)i1;
+            pair_i2[pairs] = (int32_t)i2;
             pairs++;
         }
         uniques_of[i2]++;
+        i3[u] = (int32_t)(row - first);
         if (seen) {
             const int64_t bit = i2 * p3 + row - first;
             const uint64_t mask = uint64_t(1) << (bit & 63);
@@ -272,22 +277,17 @@ int64_t tt_count(
             seen[bit >> 6] |= mask;
         }
     }
+    pair_start[pairs] = (int32_t)n;
     return pairs;
 }
 
 // The rows whose i2 goes front-first (back == 0), or back-first (back == 1: digits and factors
-// mirrored), sorted by pair. back_first [p2], or null for all front. id [n] is filled when not all
-// rows go front-first. scratch: 4,096 int32 and 16 n bytes. sizes: rows, pairs.
+// mirrored), sorted by pair; id [n]: which of the rows each is. back_first [p2]. scratch: 4,096 int32 and 16 n bytes. sizes: rows, pairs.
 void tt_pairs(
     const uint32_t* rows, int64_t n, int64_t p1, int64_t p2, int64_t p3, const uint8_t* back_first,
     int64_t back, int32_t* id, int32_t* i3, int32_t* pair_start, int32_t* pair_i1,
     int32_t* pair_i2, char* scratch, int64_t* sizes)
 {
-    if (!back_first) {
-        sizes[0] = n;
-        sizes[1] = pair_runs(rows, n, p2, p3, i3, pair_start, pair_i1, pair_i2);
-        return;
-    }
     int32_t* counts = reinterpret_cast<int32_t*>(scratch);
     Key* keys = reinterpret_cast<Key*>(counts + (3 << DIGIT_BITS));
     Key* spare = keys + n;
