@@ -5,7 +5,12 @@ import functools
 import pytest
 import torch
 
-from ecorec import KeyedJaggedTensor, TableConfig, TTEmbeddingBagCollection
+from ecorec import (
+    KeyedJaggedTensor,
+    PipelinedTrainer,
+    TableConfig,
+    TTEmbeddingBagCollection,
+)
 from ecorec.sharding_plan import Plan
 from ecorec.table_wise_pipeline import DistributedTTCollection
 from septet_shared import ranks as ranks_module
@@ -208,6 +213,58 @@ def test_a_wrong_batch_on_one_rank_raises_the_same_on_all():
     assert "got 300 at position 0" in one[0]
     assert one[1].startswith("ValueError: rank 1: the batch must have feature")
     assert one[2].startswith("NotImplementedError: rank 1")
+
+
+class Foreign:
+    """A batch of somebody else's: its methods, and nothing of ours."""
+
+    def __init__(self, batch):
+        self.keys, self.values, self.lengths = batch.keys, batch.values, batch.lengths
+        self.weights_or_none = batch.weights_or_none
+
+
+class Model(torch.nn.Module):
+    def __init__(self, collection, of_each):
+        super().__init__()
+        self.collection, self.head, self.of_each = collection, torch.nn.Linear(28, 1), of_each
+
+    def forward(self, features):
+        losses = self.head(self.collection(features).values().float()).squeeze(1).square()
+        return losses if self.of_each else losses.mean()
+
+
+def habits(ranks):
+    """What users of other libraries bring along."""
+    collection = make(functools.partial(DistributedTTCollection, ranks=ranks, plan="tw"))
+    features = Foreign(part(batch(4, 0), 0, 4))
+    collection.start(features)
+    found = [list(collection(features).values().shape)]
+    state = collection.full_state_dict()
+    lacking = {k: v for k, v in state.items() if not k.startswith("embedding_bags.tag.")}
+    try:
+        collection.load_full_state_dict(lacking)
+    except ValueError as error:
+        found.append(str(error))
+    torch.manual_seed(ranks.rank)
+    models = [Model(collection, of_each) for of_each in (True, False)]
+    trainers = [
+        PipelinedTrainer(model, None, ranks, features=lambda batch: batch) for model in models
+    ]
+    found.append(models[0].head.weight.tolist())
+    found.append(float(trainers[0].step(features, features)))
+    try:
+        trainers[1].step(features)
+    except ValueError as error:
+        found.append(str(error))
+    return found
+
+
+def test_foreign_batches_other_seeds_and_mean_losses_are_met_as_users_expect():
+    one, other = ranks_module.run(habits, 2)
+    assert one == other
+    assert one[0] == [4, 28]
+    assert one[1] == "the state must have all tables; it lacks tag"
+    assert one[4] == "model must return the loss of each sample, [4]; got shape []"
 
 
 def lose_a_rank(ranks):

@@ -18,12 +18,14 @@ class PipelinedTrainer:
 
     Args:
         model: called with a batch, returns the loss of each local sample, [B]. Has one or more
-            DistributedTTCollections among its modules; its other parameters start alike on every
-            rank.
+            DistributedTTCollections among its modules; its other parameters take rank 0's values,
+            as DistributedDataParallel does.
         optimizer: of the parameters that no fused optimiser has; None where there are none.
         ranks: those of the collections.
         features: what of a batch the collections are called with; by default its
             `sparse_features`, as TorchRec's batches have it.
+
+    Collective.
 
     Raises:
         ValueError: the model has no DistributedTTCollection.
@@ -51,6 +53,8 @@ class PipelinedTrainer:
                     self._replicas.append(fused)
         learning = (p for p in model.parameters() if p.requires_grad)
         self.replicated = [p for p in learning if p not in elsewhere]
+        for parameter in self.replicated:
+            ranks.broadcast(parameter.data)
 
     def step(self, batch: Any, next_batch: Any = None) -> Tensor:
         """One update from the samples of all ranks; their mean loss, [] on every rank.
@@ -62,12 +66,19 @@ class PipelinedTrainer:
                 travel during this step's backward.
 
         Raises:
+            ValueError: the model returned something else than a loss for each sample.
             as the model does, and as `DistributedTTCollection.forward`.
         """
         if self.optimizer is not None:
             self.optimizer.zero_grad()
         losses: Tensor = self.model(batch)
-        loss = losses.sum() / max(1, sum(self.collections[0].samples))
+        samples = self.collections[0].samples
+        if losses.shape != (samples[self.ranks.rank],):
+            raise ValueError(
+                f"model must return the loss of each sample, [{samples[self.ranks.rank]}]; "
+                f"got shape {list(losses.shape)}"
+            )
+        loss = losses.sum() / max(1, sum(samples))
         if next_batch is not None:
             for collection in self.collections:
                 collection.start(self.features(next_batch))

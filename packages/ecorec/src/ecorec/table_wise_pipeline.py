@@ -39,10 +39,12 @@ ERRORS = {kind.__name__: kind for kind in (IndexError, ValueError, TypeError, No
 class InputExchange:
     """The lookups of a batch on their way to the owners of their tables.
 
-    samples: [W] of each rank. batch: the local part. counts: of each rank and feature. send: each
-    payload (indices with lengths, then weights) with its counts, until it is `depart`ed.
+    features: what was given. batch: the local part. samples: [W] of each rank. counts: of each rank
+    and feature. send: each payload (indices with lengths, then weights) with its counts, until it
+    has departed.
     """
 
+    features: Any
     batch: KeyedJaggedTensor
     samples: list[int]
     counts: Counts
@@ -165,7 +167,7 @@ class DistributedTTCollection(nn.Module):
         assert batch is not None
         samples = [said[0] for _, said in told]
         counts = [said[1] for _, said in told]
-        exchange = InputExchange(batch, samples, counts, [], [])
+        exchange = InputExchange(features, batch, samples, counts, [], [])
         if not self.plan.owner:
             return exchange
         of_rank = [self._owned(r) for r in range(self.ranks.size)]
@@ -270,7 +272,7 @@ class DistributedTTCollection(nn.Module):
             as `start`; PeerLost, RankError: another rank is lost or has failed.
         """
         started, self._started = self._started, None
-        if started is not None and started.batch is not features:
+        if started is not None and started.features is not features:
             raise RuntimeError("forward must be called with the batch that start was called with")
         exchange = started or self._exchange(features)
         exchange.depart(self.ranks)
@@ -403,7 +405,8 @@ class DistributedTTCollection(nn.Module):
         """Takes this rank's tables from a full state, of any number of ranks and any plan.
 
         Raises:
-            ValueError: names of other tables than these, or a table of this rank is missing.
+            ValueError: names of other tables than these, or a table is missing; the same on every
+                rank, before anything is changed.
             RuntimeError: a shape does not fit (as torch's load_state_dict).
         """
         of_table: dict[str, dict[str, Tensor]] = {table.name: {} for table in self.tables}
@@ -412,7 +415,7 @@ class DistributedTTCollection(nn.Module):
             if len(words) < 3 or words[0] != "embedding_bags" or words[1] not in of_table:
                 raise ValueError(f"the state must be of the tables {list(of_table)}; got {key!r}")
             of_table[words[1]][words[2]] = tensor
-        absent = [name for name in self.embedding_bags if not of_table[name]]
+        absent = [name for name, found in of_table.items() if not found]
         if absent:
             raise ValueError(f"the state must have all tables; it lacks {', '.join(absent)}")
         for name, bag in self.embedding_bags.items():
