@@ -239,12 +239,6 @@ def habits(ranks):
     features = Foreign(part(batch(4, 0), 0, 4))
     collection.start(features)
     found = [list(collection(features).values().shape)]
-    state = collection.full_state_dict()
-    lacking = {k: v for k, v in state.items() if not k.startswith("embedding_bags.tag.")}
-    try:
-        collection.load_full_state_dict(lacking)
-    except ValueError as error:
-        found.append(str(error))
     torch.manual_seed(ranks.rank)
     models = [Model(collection, of_each) for of_each in (True, False)]
     trainers = [
@@ -263,8 +257,62 @@ def test_foreign_batches_other_seeds_and_mean_losses_are_met_as_users_expect():
     one, other = ranks_module.run(habits, 2)
     assert one == other
     assert one[0] == [4, 28]
-    assert one[1] == "the state must have all tables; it lacks tag"
-    assert one[4] == "model must return the loss of each sample, [4]; got shape []"
+    assert one[3] == "model must return the loss of each sample, [4]; got shape []"
+
+
+def wrong_states(ranks):
+    """What states raise that lack a tensor, have one too many, or have one of another shape."""
+    collection = make(functools.partial(DistributedTTCollection, ranks=ranks, plan=MIXED))
+    before = {name: tensor.clone() for name, tensor in collection.full_state_dict().items()}
+    name = "embedding_bags.tag.cores.1"  # rank 1 does not hold it
+    found = []
+    for state in (
+        {k: v for k, v in before.items() if k != name},
+        before | {"more": before[name]},
+        {k: v + 1 for k, v in before.items()} | {name: before[name][:, :, :1]},
+    ):
+        try:
+            collection.load_full_state_dict(state)
+        except ValueError as error:
+            found.append(str(error))
+    assert all(torch.equal(before[k], v) for k, v in collection.full_state_dict().items())
+    return found, draw(ranks)
+
+
+def draw(ranks):
+    """Entries from the default generator of each kind of collection, and what it gives next."""
+    found = []
+    for kind in (
+        TTEmbeddingBagCollection,
+        functools.partial(DistributedTTCollection, ranks=ranks, plan="dp"),
+        functools.partial(DistributedTTCollection, ranks=ranks, plan=MIXED),
+    ):
+        torch.manual_seed(5 if ranks.rank == 0 else 6)
+        collection = kind(TABLES)
+        whole = getattr(collection, "full_state_dict", collection.state_dict)()
+        found.append((whole, torch.rand(3)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def states():
+    return ranks_module.run(wrong_states, 2)
+
+
+def test_a_wrong_state_raises_the_same_on_all_ranks_and_changes_nothing(states):
+    (one, _), (other, _) = states
+    assert one == other
+    assert one[0].endswith("it lacks embedding_bags.tag.cores.1")
+    assert one[1].endswith("it has more")
+    assert one[2].startswith("embedding_bags.tag.cores.1 must have shape")
+
+
+def test_entries_start_as_in_one_process_and_its_generator_goes_on_alike(states):
+    _, ((expected, following), *others) = states[0]
+    for state, after in others:
+        assert torch.equal(after, following)
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
 
 
 def lose_a_rank(ranks):

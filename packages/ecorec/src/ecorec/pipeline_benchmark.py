@@ -1,8 +1,10 @@
 """A pipelined step beside a blocking one, on real ranks with an emulated link: `bench pipeline`."""
 
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +21,9 @@ from .sharding_plan import Plan, StepProfile, TableStatistics, plan, predict
 from .table_wise_pipeline import DistributedTTCollection
 
 LATENCY_S = 100e-6
+NO_LINK = LinkSpec(1e15, 0.0)
 TABLES, ROWS, DIM, RANK, POOLING = 16, 1_000_000, 32, 16, 12
-LOCAL_BATCH = 1024
+LOCAL_BATCH = 4096
 
 
 @dataclass(frozen=True)
@@ -71,45 +74,53 @@ def _measured(ranks: Ranks, link: str, rounds: int) -> list[dict[str, Any]]:
     made = plan(
         tables, known, world_size=ranks.size, local_batch=LOCAL_BATCH, kinds=("tw",), groups=6
     )
-    free = _trainer(ranks, tables, made, overlap=True)
-    forward_s, backward = _table_seconds(ranks, free, batch)
-    alone_s = _median_s(lambda: free.step(batch, batch))
-    pipelined = _trainer(ranks, tables, made, overlap=True)  # both start alike
-    blocking = _trainer(ranks, tables, made, overlap=False)
+    names = ("pipelined", "blocking", "free")
+    trainers = {n: _trainer(ranks, tables, made, overlap=n != "blocking") for n in names}
+    first = _trainer(ranks, tables, made, overlap=True)
+    first_s = max(ranks.all_gather_object(_median_s(lambda: first.step(batch, batch), 9)))
     sent = sum(t.embedding_dim for t in tables if made.owner[t.name] == ranks.rank)
     index_bytes = 4.0 * (len(features.values()) + len(features.lengths()))
     nbytes = 2 * 4 * LOCAL_BATCH * (ranks.size - 1) * max(ranks.all_gather_object(sent))
     nbytes += index_bytes * (ranks.size - 1) / ranks.size
-    spec = LinkSpec(nbytes / max(ranks.all_gather_object(alone_s)), LATENCY_S)
-    if link != "auto":
-        spec = LinkSpec(link, LATENCY_S)
-    spec = ranks.all_gather_object(spec)[0]
-    one = [1] * ranks.size
-    with emulate(ranks, spec):
+    spec = LinkSpec(nbytes / first_s if link == "auto" else link, LATENCY_S)
+    free, one = _TimedStep(trainers["free"]), [1] * ranks.size
+    with emulate(ranks, spec) as emulated:
         # What an exchange takes that carries next to nothing: the link's latency, and the meeting.
         empty_s = _median_s(lambda: ranks.all_to_all_rows(torch.zeros(ranks.size), one, one), 21)
+
+        def free_step() -> Tensor:
+            ranks.barrier("before a step without a link")
+            emulated.change(NO_LINK)
+            loss = free.step(batch)
+            ranks.barrier("after a step without a link")
+            emulated.change(spec)
+            return loss
+
         found = compare(
             {
-                "pipelined": lambda: pipelined.step(batch, batch),
-                "blocking": lambda: blocking.step(batch),
+                "pipelined": lambda: trainers["pipelined"].step(batch, batch),
+                "blocking": lambda: trainers["blocking"].step(batch),
+                "free": free_step,
             },
             rounds=rounds,
         )
     step_s = {name: timing.median_s for name, timing in found.timings.items()}
+    parts = ranks.all_gather_object(free.parts())
+    forward_s, middle_s, backward_s = (sum(part[k] for part in parts) for k in range(3))
     profile = StepProfile(
-        backward=backward, mlp_s=0.0, mlp_bytes=4, link_bytes_per_s=spec.bytes_per_s,
+        backward=backward_s / forward_s, mlp_s=middle_s / ranks.size / LOCAL_BATCH, mlp_bytes=4,
+        link_bytes_per_s=spec.bytes_per_s,
         link_latency_s=max(ranks.all_gather_object(empty_s)) / (ranks.size - 1),
     )  # fmt: skip
-    every = ranks.all_gather_object(forward_s)
-    of_owner = {name: every[made.owner[name]][name] for name in made.owner}
+    of_owner = {name: seconds for *_, tables_s in parts for name, seconds in tables_s.items()}
     rate = f"{spec.bytes_per_s * 8 / 1e9:.3g} Gbit/s emulated, {ranks.size} ranks"
     rows = [_step_row(found.ratio("blocking", "pipelined"), step_s, rate)]
-    exposed = max(0.0, step_s["pipelined"] - alone_s) / step_s["pipelined"]
+    exposed = max(0.0, step_s["pipelined"] - step_s["free"]) / step_s["pipelined"]
     notes = f"of a step, beyond one without a link; {rate}"
     rows.append(bench_row("exposed", "pipelined", exposed, "fraction", notes=notes))
-    # What a step has beside its tables, where nothing travels: packing, checks, autograd.
-    no_link = replace(profile, link_bytes_per_s=1e15, link_latency_s=0.0)
-    beside_s = alone_s - predict(made, tables, of_owner, no_link)
+    # What a step without a link has beside these parts: ranks that wait for each other.
+    no_link = replace(profile, link_bytes_per_s=NO_LINK.bytes_per_s, link_latency_s=0.0)
+    beside_s = step_s["free"] - predict(made, tables, of_owner, no_link)
     for name, overlap in (("pipelined", True), ("blocking", False)):
         predicted = beside_s + predict(
             made, tables, of_owner, profile, index_bytes=index_bytes, overlap=overlap
@@ -156,31 +167,57 @@ def _trainer(
     return PipelinedTrainer(_SumOfSquares(collection), None, ranks)
 
 
-def _table_seconds(
-    ranks: Ranks, trainer: PipelinedTrainer, batch: Batch
-) -> tuple[dict[str, float], float]:
-    """(forward of each of this rank's tables with all ranks' lookups, backward over forward)."""
-    collection = trainer.collections[0]
-    exchange = collection._exchange(batch.sparse_features)
-    exchange.depart(ranks)
-    received, forward_s, backward_s = collection._received(exchange), {}, 0.0
-    for name, (values, edges, weights) in received.items():
-        bag = collection.embedding_bags[name]
-        pooled = bag(values, edges, weights)
-        gradient = torch.ones_like(pooled)
-        forward_s[name] = _median_s(lambda: bag(values, edges, weights))  # noqa: B023
-        both = _median_s(
-            lambda: torch.autograd.backward(bag(values, edges, weights), gradient)  # noqa: B023
-        )
-        backward_s += both - forward_s[name]
-    total = sum(ranks.all_gather_object(sum(forward_s.values())))
-    return forward_s, sum(ranks.all_gather_object(backward_s)) / total
+class _TimedStep:
+    """Steps of a trainer, and what their parts take: until the last table's forward, from there
+    until the first table's backward, and the rest.
+    """
 
+    def __init__(self, trainer: PipelinedTrainer) -> None:
+        self._trainer = trainer
+        self._phases: list[tuple[float, float, float]] = []
+        self._tables: dict[str, list[float]] = {}
+        self._gradient_came = 0.0
+        for name, bag in trainer.collections[0].embedding_bags.items():
+            self._tables[name] = []
+            bag.register_forward_pre_hook(self._before)
+            bag.register_forward_hook(partial(self._after, self._tables[name]))
 
-def _median_s(call: Any, repeats: int = 7) -> float:
-    times = []
-    for _ in range(repeats + 2):
+    def step(self, batch: Batch) -> Tensor:
+        """As PipelinedTrainer.step, with the same batch next."""
+        self._gradient_came = 0.0
         begin = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - begin)
-    return sorted(times[2:])[repeats // 2]
+        loss = self._trainer.step(batch, batch)
+        middle, end = self._forward_ended, time.perf_counter()
+        phases = middle - begin, self._gradient_came - middle, end - self._gradient_came
+        self._phases.append(phases)
+        return loss
+
+    def parts(self) -> tuple[float, float, float, dict[str, float]]:
+        """Median seconds of the three parts, and of the first one's tables, which share all of it:
+        rows are packed and carried beside them.
+        """
+        forward, middle, backward = map(statistics.median, zip(*self._phases, strict=True))
+        seconds = {name: statistics.median(found) for name, found in self._tables.items()}
+        share = forward / sum(seconds.values())
+        return forward, middle, backward, {name: share * s for name, s in seconds.items()}
+
+    def _before(self, *_: Any) -> None:
+        self._forward_began = time.perf_counter()
+
+    def _after(self, seconds: list[float], bag: nn.Module, given: Any, pooled: Tensor) -> None:
+        self._forward_ended = time.perf_counter()
+        seconds.append(self._forward_ended - self._forward_began)
+        pooled.register_hook(self._gradient)  # type: ignore[no-untyped-call]
+
+    def _gradient(self, gradient: Tensor) -> None:
+        self._gradient_came = self._gradient_came or time.perf_counter()
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def _median_s(call: Callable[[], object], repeats: int) -> float:
+    return statistics.median(_seconds(call) for _ in range(repeats))

@@ -73,11 +73,10 @@ class PipelinedTrainer:
             self.optimizer.zero_grad()
         losses: Tensor = self.model(batch)
         samples = self.collections[0].samples
-        if losses.shape != (samples[self.ranks.rank],):
-            raise ValueError(
-                f"model must return the loss of each sample, [{samples[self.ranks.rank]}]; "
-                f"got shape {list(losses.shape)}"
-            )
+        count = samples[self.ranks.rank]
+        if not isinstance(losses, Tensor) or losses.shape != (count,):
+            got = f"shape {list(losses.shape)}" if isinstance(losses, Tensor) else type(losses)
+            raise ValueError(f"model must return the loss of each sample, [{count}]; got {got}")
         loss = losses.sum() / max(1, sum(samples))
         if next_batch is not None:
             for collection in self.collections:

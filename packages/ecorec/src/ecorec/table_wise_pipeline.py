@@ -105,7 +105,12 @@ class DistributedTTCollection(nn.Module):
         super().__init__()
         self.ranks, self.overlap = ranks, overlap
         # Every rank draws all tables, so that each gets the entries that one process gives it.
-        whole = TTEmbeddingBagCollection(tables, generator=_generator(generator, ranks), **kwargs)
+        source = generator or _default_generator(kwargs.get("device"))
+        drawn = torch.Generator(source.device)
+        drawn.set_state(ranks.all_gather_object(source.get_state())[0])
+        whole = TTEmbeddingBagCollection(tables, generator=drawn, **kwargs)
+        if generator is not None or ranks.rank == 0:
+            source.set_state(drawn.get_state())  # as it is left where one process has drawn
         self.tables = whole.tables
         if isinstance(plan, str):
             plan = simple_plan(self.tables, plan, ranks.size, groups=groups, order=order)
@@ -117,6 +122,7 @@ class DistributedTTCollection(nn.Module):
         self.plan = plan
         ranks.agree((plan.to_json(), self.tables), "tables and plan")
         self._config = {table.name: table for table in self.tables}
+        self._shapes = {key: tensor.shape for key, tensor in whole.state_dict().items()}
         self.embedding_bags = nn.ModuleDict()
         for table in self.tables:
             if plan.owner.get(table.name, ranks.rank) != ranks.rank:
@@ -278,17 +284,6 @@ class DistributedTTCollection(nn.Module):
         exchange.depart(self.ranks)
         return self._arrived(*self._departed(exchange))
 
-    def batch_wise(self, pieces: Sequence[Any]) -> list[Tensor]:
-        """[B, ...] of each piece of a batch; the rows of one travel while the next is looked up.
-
-        What a pipeline over pieces of the batch does instead of `forward`; for comparison.
-        """
-        exchanges = [self._exchange(piece) for piece in pieces]
-        for exchange in exchanges:
-            exchange.depart(self.ranks)
-        departed = [self._departed(exchange) for exchange in exchanges]
-        return [self._arrived(*each).values() for each in departed]
-
     def _departed(
         self, exchange: InputExchange
     ) -> tuple[InputExchange, list[tuple["Flight", Tensor]], dict[str, Tensor]]:
@@ -388,7 +383,7 @@ class DistributedTTCollection(nn.Module):
         Collective. Cost: every table's bytes, on every rank.
         """
         mine = {
-            name: bag.state_dict()
+            name: {key: tensor.cpu() for key, tensor in bag.state_dict().items()}
             for name, bag in self.embedding_bags.items()
             if self.plan.owner.get(name, 0) == self.ranks.rank
         }
@@ -396,7 +391,7 @@ class DistributedTTCollection(nn.Module):
         for part in self.ranks.all_gather_object(mine):
             states |= part
         return {
-            f"embedding_bags.{table.name}.{key}": tensor
+            f"embedding_bags.{table.name}.{key}": tensor.to(self._like.device)
             for table in self.tables
             for key, tensor in states[table.name].items()
         }
@@ -405,21 +400,27 @@ class DistributedTTCollection(nn.Module):
         """Takes this rank's tables from a full state, of any number of ranks and any plan.
 
         Raises:
-            ValueError: names of other tables than these, or a table is missing; the same on every
-                rank, before anything is changed.
-            RuntimeError: a shape does not fit (as torch's load_state_dict).
+            ValueError: names or shapes are not those of the one-process collection; the same on
+                every rank, before anything is changed.
         """
-        of_table: dict[str, dict[str, Tensor]] = {table.name: {} for table in self.tables}
-        for key, tensor in state.items():
-            words = key.split(".", 2)
-            if len(words) < 3 or words[0] != "embedding_bags" or words[1] not in of_table:
-                raise ValueError(f"the state must be of the tables {list(of_table)}; got {key!r}")
-            of_table[words[1]][words[2]] = tensor
-        absent = [name for name, found in of_table.items() if not found]
-        if absent:
-            raise ValueError(f"the state must have all tables; it lacks {', '.join(absent)}")
+        for what, names in (
+            ("lacks", self._shapes.keys() - state.keys()),
+            ("has", state.keys() - self._shapes.keys()),
+        ):
+            if names:
+                raise ValueError(
+                    "the state must be that of a TTEmbeddingBagCollection of these tables and "
+                    f"options; it {what} {', '.join(sorted(names))}"
+                )
+        for key, shape in self._shapes.items():
+            if state[key].shape != shape:
+                raise ValueError(
+                    f"{key} must have shape {tuple(shape)}; got {tuple(state[key].shape)}"
+                )
         for name, bag in self.embedding_bags.items():
-            bag.load_state_dict(of_table[name])
+            prefix = f"embedding_bags.{name}."
+            mine = {k.removeprefix(prefix): t for k, t in state.items() if k.startswith(prefix)}
+            bag.load_state_dict(mine)
 
 
 class Flight:
@@ -516,9 +517,11 @@ _depart: Callable[..., Tensor] = cast(Any, _Depart).apply
 _arrive: Callable[..., Tensor] = cast(Any, _Arrive).apply
 
 
-def _generator(given: torch.Generator | None, ranks: Ranks) -> torch.Generator:
-    """A generator in the state of rank 0's, which is given, or the default one."""
-    state = given.get_state() if given is not None else torch.get_rng_state()
-    made = torch.Generator()
-    made.set_state(ranks.broadcast(state.clone()))
-    return made
+def _default_generator(device: torch.device | str | None) -> torch.Generator:
+    """The one that a table on this device draws from when none is given."""
+    place = torch.get_default_device() if device is None else torch.device(device)
+    if place.type != "cuda":
+        return torch.default_generator
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    index = torch.cuda.current_device() if place.index is None else place.index
+    return torch.cuda.default_generators[index]

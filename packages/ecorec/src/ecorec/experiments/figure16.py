@@ -6,27 +6,36 @@ the history of the authors' artifact).
 Measured here: BWP, our port of it, against TWP on two real ranks with an emulated link. BWP cuts
 the batch instead of the tables, so every table is called for each piece, with fewer repeats in it.
 Simulated: TWP with the order of the tables, then by cost, then with the paper's slope, then the
-plan that is searched, by the model of `sharding_plan`; gains of a few percent are below what a
-measurement here could show. The link is one of those that exchanges are not hidden behind.
+plan that is searched, each as a timeline of `septet_shared.streams`; gains of a few percent are
+below what a measurement here could show. The link is one on which the exchanges of 100 tables on
+4 ranks take about as long as their computation.
 Not reproduced: four GPUs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ecorec.collection import KeyedJaggedTensor
+from ecorec.collection import KeyedJaggedTensor, TableConfig
 from ecorec.pipeline_benchmark import table_batch
-from ecorec.sharding_plan import StepProfile, plan, plan_of_traces
+from ecorec.sharding_plan import (
+    Plan,
+    StepProfile,
+    TableStatistics,
+    plan,
+    plan_of_traces,
+    table_bytes,
+)
 from ecorec.table_wise_pipeline import DistributedTTCollection
 from septet_shared import ranks as ranks_module
 from septet_shared.experiment import Claim, Rows, Sweep
 from septet_shared.link import LinkSpec, emulate
 from septet_shared.profiling import bench_row, compare
 from septet_shared.ranks import Ranks
+from septet_shared.streams import Op, OpGraph, Timeline, simulate
 
 NAME = "figure16"
 TITLE = "Batch-wise and table-wise pipelines, order and group sizes"
@@ -48,7 +57,7 @@ PAPER = [
 FIGURES = ("value",)
 PIECES = 4  # of the batch, or groups of tables
 LOCAL_BATCH = 4096  # simulated
-LINK_GBIT = 10.0
+LINK_GBIT = 2.0
 TIMEOUT_S = 300.0
 
 
@@ -71,7 +80,8 @@ def claims(rows: Rows) -> Iterator[Claim]:
         yield Claim(words, ratio > 1, f"{ratio:.2f}x")
     steps = {row["variant"]: row["value"] for row in rows.where(kind="simulated")}
     names = ["TWP", "TWP + reorder", "TWP + reorder + slope", "ours"]
-    falls = all(steps[a] >= steps[b] for a, b in pairwise(names))
+    # Ties are legal; their sums may differ in the last bit.
+    falls = all(steps[a] >= steps[b] * (1 - 1e-9) for a, b in pairwise(names))
     yield Claim(
         "simulated: TWP >= with reordering >= with slope >= the plan that is searched",
         falls,
@@ -143,7 +153,11 @@ def _cut(features: KeyedJaggedTensor, count: int) -> list[KeyedJaggedTensor]:
 
 def _batch_wise(collection: DistributedTTCollection, pieces: Sequence[KeyedJaggedTensor]) -> Tensor:
     """The port of BWP: a piece's rows travel while the next piece is looked up in all tables."""
-    return torch.cat(collection.batch_wise(pieces))
+    exchanges = [collection._exchange(piece) for piece in pieces]
+    for exchange in exchanges:
+        exchange.depart(collection.ranks)
+    departed = [collection._departed(exchange) for exchange in exchanges]
+    return torch.cat([collection._arrived(*each).values() for each in departed])
 
 
 def _simulated(tables: int, ranks: int) -> Iterator[dict[str, Any]]:
@@ -156,8 +170,73 @@ def _simulated(tables: int, ranks: int) -> Iterator[dict[str, Any]]:
         "ours": {},
     }
     for variant, options in variants.items():
-        found = plan(
+        made = plan(
             configs, known, world_size=ranks, local_batch=LOCAL_BATCH, profile=profile, **options
         )
+        step_s = timeline(made, configs, known, profile).makespan_s
         notes = f"{tables} tables, {LOCAL_BATCH} samples a rank, {ranks} ranks, {LINK_GBIT} Gbit/s"
-        yield bench_row("step", variant, found.predicted_step_s, "s", kind="simulated", notes=notes)
+        yield bench_row("step", variant, step_s, "s", kind="simulated", notes=notes)
+
+
+def timeline(
+    made: Plan,
+    tables: Sequence[TableConfig],
+    known: Mapping[str, TableStatistics],
+    profile: StepProfile,
+) -> Timeline:
+    """A step of a plan, op by op: a stream for computation and one for the link on each rank."""
+    graphs = [_graph(rank, made, tables, known, profile) for rank in range(made.world_size)]
+    return simulate(graphs, "cpu-2core")  # every op brings its seconds, so no rate is asked for
+
+
+def _graph(
+    rank: int,
+    made: Plan,
+    tables: Sequence[TableConfig],
+    known: Mapping[str, TableStatistics],
+    profile: StepProfile,
+) -> OpGraph:
+    graph, batch, others = OpGraph(), made.local_batch, made.world_size - 1
+    of_name = {table.name: table for table in tables}
+    replicas = [name for name, kind in made.kind.items() if kind == "dp"]
+
+    def compute(name: str, of: Sequence[str], samples: int, times: float, *after: Op) -> Op:
+        seconds = sum(profile.forward_s(of_name[n], known[n], samples) for n in of)
+        return graph.op(name, stream="compute", seconds=times * seconds, after=after)
+
+    def carry(name: str, nbytes: float, *after: Op, rounds: int = 1) -> Op:
+        seconds = rounds * profile.link_latency_s * others + nbytes / profile.link_bytes_per_s
+        return graph.op(
+            name, stream="link", seconds=seconds if others else 0.0, collective=True, after=after
+        )
+
+    def rows_bytes(group: Sequence[str]) -> float:
+        """Of the rank that sends most, which is more than any receives."""
+        width = [0] * made.world_size
+        for name in group:
+            table = of_name[name]
+            width[made.owner[name]] += 4 * table.embedding_dim * len(table.feature_names)
+        return batch * others * max(width)
+
+    own = [[name for name in group if made.owner[name] == rank] for group in made.groups]
+    arrived = []
+    for g, group in enumerate(made.groups):
+        pooled = compute(f"forward {g}", own[g], batch * made.world_size, 1.0)
+        arrived.append(carry(f"rows {g}", rows_bytes(group), pooled))
+    compute("forward of replicas", replicas, batch, 1.0)
+    mlp = graph.op("MLP", stream="compute", seconds=profile.mlp_s * batch, after=arrived)
+    last = compute("backward of replicas", replicas, batch, profile.backward)
+    for g in reversed(range(len(made.groups))):
+        back = carry(f"gradients {g}", rows_bytes(made.groups[g]), mlp)
+        last = compute(f"backward {g}", own[g], batch * made.world_size, profile.backward, back)
+    if made.groups:
+        lookups = sum(k.lookups_per_sample for k in known.values()) * batch
+        lengths = sum(len(table.feature_names) for table in tables) * batch
+        carry("next indices", 4 * (lookups + lengths) * others / made.world_size)
+    for name, nbytes in (
+        ("replicas", sum(table_bytes(of_name[n]) for n in replicas)),
+        ("MLP gradients", profile.mlp_bytes),
+    ):
+        if nbytes:
+            carry(f"sum of {name}", 2 * nbytes * others / made.world_size, last, rounds=2)
+    return graph
