@@ -31,6 +31,7 @@ LOOKUPS_PER_SORTER, MOST_SORTERS = 16384, 8  # a thread more for so many lookups
 # One for all tables of the process: pages taken anew for each batch would be cleared each time.
 WORKSPACES = Arena(0)
 MODES = {"sum": 0, "mean": 1, "max": 2}
+BAG = 0x7FFFFFFF  # in entry_bag; the rest of it is FIRST_OF_ROW
 LETTER = {torch.float32: "f32", torch.float64: "f64"}
 
 
@@ -488,7 +489,7 @@ def start(
     if not chunk(prepared, spec.dtype, max_workspace_bytes, backward):
         raise _too_small(len(flat), needed, max_workspace_bytes)
     if lookups.mode == "mean":
-        bag_of = prepared.arrays[0][: prepared.lookups]
+        bag_of = prepared.arrays[0][: prepared.lookups] & BAG
         if lookups.padding_idx is not None:
             prepared.counts = torch.bincount(bag_of, minlength=lookups.bags)
         elif edges is not None:

@@ -191,10 +191,34 @@ struct Blocks {
         store(row + 16, seconds(v[0], v[1]));
         store(row + 24, seconds(v[2], v[3]));
     }
+    // v[j]: column j of as many lines of four as a vector has lanes.
+    template <int64_t BYTES>
+    static ALWAYS_INLINE void columns(const float* row, typename Vector<float, BYTES>::type* v) {
+        if constexpr (BYTES == 32) {
+            const V a = load(row), b = load(row + 8), c = load(row + 16), d = load(row + 24);
+            v[0] = firsts(a, c), v[1] = seconds(a, c), v[2] = firsts(b, d), v[3] = seconds(b, d);
+            in_halves(v);
+        } else if constexpr (BYTES == 64) {
+            typedef typename Vector<float, 64>::type W;
+            typedef int32_t N __attribute__((vector_size(64)));
+            const N low = {0, 4, 8, 12, 16, 20, 24, 28, 1, 5, 9, 13, 17, 21, 25, 29}, high = low + 2;
+            const N first = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
+            const W a = load<64>(row), b = load<64>(row + 16), c = load<64>(row + 32);
+            const W d = load<64>(row + 48);
+            const W left = __builtin_shuffle(a, b, low), right = __builtin_shuffle(c, d, low);
+            v[0] = __builtin_shuffle(left, right, first);
+            v[1] = __builtin_shuffle(left, right, first + 8);
+            const W more_left = __builtin_shuffle(a, b, high), more = __builtin_shuffle(c, d, high);
+            v[2] = __builtin_shuffle(more_left, more, first);
+            v[3] = __builtin_shuffle(more_left, more, first + 8);
+        } else {
+            for (int64_t lane = 0; lane < Vector<float, BYTES>::W; lane++)
+                for (int j = 0; j < 4; j++) v[j][lane] = row[4 * lane + j];
+        }
+    }
     static void from_row(const float* row, int64_t pad, float* values) {
-        const V a = load(row), b = load(row + 8), c = load(row + 16), d = load(row + 24);
-        V v[4] = {firsts(a, c), seconds(a, c), firsts(b, d), seconds(b, d)};
-        in_halves(v);
+        V v[4];
+        columns<32>(row, v);
         for (int j = 0; j < 4; j++) store(values + j * pad, v[j]);
     }
 };
@@ -243,6 +267,7 @@ class Fixed {
     int64_t padded;
 
 public:
+    static constexpr bool turns = Q3 == 4 && WIDE_BYTES == 64;  // lines of the last core, in registers
     Fixed(const Shape& s, int64_t pad) : s(s), padded(pad) {}
     int64_t a() const { return A ? A : s.a(); }
     int64_t q3() const { return Q3 ? Q3 : s.q3; }

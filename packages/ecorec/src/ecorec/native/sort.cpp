@@ -181,11 +181,11 @@ void sort_share(
 #pragma omp barrier
         int64_t uniques = 0, previous = before(low), e = low;
         for (int64_t i = 0; i < t; i++) uniques += shares[i].uniques;
-        const auto write_entry = [&](Key key) {
-            entry_bag[e] = entry_at ? bag_of[key.at] : key.at;
+        const auto write_entry = [&](Key key, bool repeated) {
+            entry_bag[e] = (entry_at ? bag_of[key.at] : key.at) | (repeated ? 0 : FIRST_OF_ROW);
             if (entry_at) entry_at[e] = key.at;
         };
-        for (; e < high && sorted[e].row == previous; e++) write_entry(sorted[e]);
+        for (; e < high && sorted[e].row == previous; e++) write_entry(sorted[e], true);
         for (; e < high; e++) {
             const Key key = sorted[e];
             // Written always, kept when the row is a new one: no branch to guess.
@@ -194,7 +194,7 @@ void sort_share(
             entry_start[uniques] = repeated ? entry_start[uniques] : (int32_t)e;
             rows[uniques++] = key.row;
             previous = key.row;
-            write_entry(key);
+            write_entry(key, repeated);
         }
         if (t + 1 == threads) {
             entry_start[uniques] = (int32_t)kept;

@@ -32,12 +32,19 @@ struct Batch {
     const int32_t* pair_i1;       // [pairs]
     const int32_t* pair_i2;       // [pairs]
     const int32_t* entry_start;   // [rows + 1]
-    const int32_t* entry_bag;     // [entries]
+    const int32_t* entry_bag;     // [entries] its bag, plus FIRST_OF_ROW
     const int32_t* entry_at;      // [entries] position in the flattened input; null if not needed
     int32_t of(int64_t u) const { return id ? id[u] : (int32_t)u; }
 };
 
+// In entry_bag: the first lookup of a row. So all lookups of many rows are one loop, whose body has
+// no branch; how often a row is asked for is what nothing foretells.
+constexpr int32_t FIRST_OF_ROW = INT32_MIN, BAG = INT32_MAX;
+
 enum Mode : int64_t { SUM = 0, MEAN = 1, MAX = 2 };
+
+// So that the sizes of a fixed shape reach every loop as constants.
+#define ALWAYS_INLINE inline __attribute__((always_inline))
 
 // Lanes over the columns of a pair's product are many short ones: 32 bytes. Elsewhere the widest.
 constexpr int64_t VECTOR_BYTES = 32;
@@ -65,16 +72,14 @@ static inline void store(T* x, typename Vector<T, BYTES>::type v) {
     *reinterpret_cast<typename Vector<T, BYTES>::memory*>(x) = v;
 }
 
-// The cache lines of n numbers, before they are asked for.
+// The cache lines of n numbers, before they are asked for. Inlined early: GCC takes a function that
+// only prefetches for one without effect, and drops its calls.
 template <bool WRITE, typename T>
-static inline void prefetch(const T* x, int64_t n) {
+static ALWAYS_INLINE void prefetch(const T* x, int64_t n) {
     const char* first = reinterpret_cast<const char*>(x);
     for (int64_t at = 0; at < n * (int64_t)sizeof(T); at += 64)
         __builtin_prefetch(first + at, WRITE);
 }
-
-// So that the sizes of a fixed shape reach every loop as constants.
-#define ALWAYS_INLINE inline __attribute__((always_inline))
 
 static inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 

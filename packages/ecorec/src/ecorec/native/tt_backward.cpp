@@ -8,9 +8,10 @@
 
 namespace {
 
-// How long before they are needed memory is asked for: bags, and lines of the last core.
-constexpr int32_t AHEAD = 8;
-constexpr int64_t ROWS_AHEAD = 3;
+// How long before they are needed bags are asked for.
+constexpr int32_t AHEAD = 16;
+constexpr int64_t ROWS_AHEAD = 8;
+constexpr int64_t ROWS = 8;  // of one pair, whose gradients are looked for before they are used
 
 template <typename T>
 struct Backward {
@@ -33,14 +34,12 @@ struct Backward {
     int64_t scratch_size;
 
     int64_t product_size() const { return s.q1 * s.q2 * s.r2; }
-    static int64_t lines(const Shape& s) { return round_up(s.r2, Vector<T>::W); }
 
     static int64_t scratch_of(const Shape& s, int64_t pad) {
-        // Of a row: its gradient twice, its values; of a pair: P padded, P transposed, dP.
-        const int64_t rows = s.columns() + s.dim + 2 * s.q3 * pad;
-        const int64_t pair = s.a() * lines(s) + 2 * s.r2 * pad;
+        const int64_t rows = ROWS * (s.dim + (s.column ? s.columns() : 0) + s.q3 * s.r2);
+        const int64_t values = (s.r2 + s.q3) * pad + s.dim;
         const int64_t group = s.q2 * s.r2 * s.r1;
-        return round_up(std::max(rows + pair, group), 64 / sizeof(T));
+        return round_up(std::max({rows, values, group}), 64 / sizeof(T));
     }
     static int64_t bytes(
         const Shape& s, int64_t pad, int64_t most_pairs, bool keep, int64_t slots, int64_t threads)
@@ -65,150 +64,204 @@ struct Backward {
         scratch = w.take<T>(threads * scratch_size);
     }
 
-    // Sum over the lookups of a row, in order: what its value does to the loss. In `row`, or where
-    // it lies already.
-    ALWAYS_INLINE const T* gradient_of_row(int64_t dim, int64_t id, int64_t end, T* row) const {
-        const int32_t first = b.entry_start[id], last = b.entry_start[id + 1];
-        const T count = by_count ? T(1) / T(last - first) : T(1);
-        const int32_t *bag_of = b.entry_bag, *at = b.entry_at;
-        const T *gradient = bag_gradient, *of_entry = weights, *of_bag = bag_scale;
+    // Rows of one pair: their gradients [q1 q2][q3], their lines of G3 as [q3][r2], and those of the
+    // slot where its gradient is summed.
+    struct RowBlock {
+        int64_t count, last;  // rows, and the batch's last one counted from the first of these
+        const int32_t* i3;
+        const T *gradients, *lines, *core;
+        T* d_core;
+    };
+
+    // Of each row, the sum over its lookups, in order: what its value does to the loss. sums: [rows]
+    // [D], of the rows whose lookups are [first, last).
+    ALWAYS_INLINE void gradients_of_rows(
+        int64_t dim, int64_t first, int64_t last, int64_t end, T* sums) const
+    {
+        const int32_t* at = b.entry_at;
+        const T *of_entry = weights, *of_bag = bag_scale;
         if (mode_is_max()) {
-            for (int64_t i = 0; i < dim; i++) row[i] = T(0);
-            for (int32_t e = first; e < last; e++)
-                for (int64_t i = bag_of[e] * dim, k = 0; k < dim; i++, k++)
-                    if (position[i] == at[e]) row[k] += gradient[i] * count;
-        } else if (!of_entry && !of_bag && !by_count) {
-            if (last - first == 1) {
-                prefetch<false>(gradient + bag_of[std::min<int64_t>(first + AHEAD, end - 1)] * dim, dim);
-                return gradient + bag_of[first] * dim;
+            T* row = sums - dim;
+            for (int64_t e = first; e < last; e++) {
+                const int64_t bag = b.entry_bag[e] & BAG;
+                if (b.entry_bag[e] < 0) std::fill_n(row += dim, dim, T(0));
+                for (int64_t i = bag * dim, k = 0; k < dim; i++, k++)
+                    if (position[i] == at[e]) row[k] += bag_gradient[i];
             }
-            sum_of_bags(gradient, bag_of, first, last, end, dim, row, [](int32_t) { return 1; });
+        } else if (!of_entry && !of_bag) {
+            sums_of_bags(dim, first, last, end, sums, [](int64_t, int64_t) { return 1; });
         } else {
-            sum_of_bags(gradient, bag_of, first, last, end, dim, row, [=](int32_t e) {
-                T w = count;
-                if (of_entry) w *= of_entry[at[e]];
-                if (of_bag) w *= of_bag[bag_of[e]];
-                return w;
+            sums_of_bags(dim, first, last, end, sums, [=](int64_t e, int64_t bag) {
+                return (of_entry ? of_entry[at[e]] : T(1)) * (of_bag ? of_bag[bag] : T(1));
             });
         }
-        return row;
     }
     template <typename F>
-    static ALWAYS_INLINE void sum_of_bags(
-        const T* gradient, const int32_t* bag_of, int32_t first, int32_t last, int64_t end,
-        int64_t dim, T* row, const F& weight)
+    ALWAYS_INLINE void sums_of_bags(
+        int64_t dim, int64_t first, int64_t last, int64_t end, T* sums, const F& weight) const
     {
-        constexpr int64_t W = Vector<T>::W;
-        constexpr bool plain = std::is_same_v<decltype(weight(0)), int>;
         int64_t i = 0;
-        for (; i + 4 * W <= dim; i += 4 * W) {
-            typename Vector<T>::type sum[4] = {};
-            for (int32_t e = first; e < last; e++) {
-                prefetch<false>(gradient + bag_of[e + AHEAD < end ? e + AHEAD : e] * dim + i, 4 * W);
-                const T* bag = gradient + bag_of[e] * dim + i;
-                const T w = (T)weight(e);
-                for (int v = 0; v < 4; v++) sum[v] += plain ? load(bag + v * W) : load(bag + v * W) * w;
+        for (; i + 4 * Vector<T>::W <= dim; i += 4 * Vector<T>::W)
+            sum_lanes<VECTOR_BYTES, 4>(dim, first, last, end, sums + i, i, weight);
+        for (; i + Vector<T>::W <= dim; i += Vector<T>::W)
+            sum_lanes<VECTOR_BYTES, 1>(dim, first, last, end, sums + i, i, weight);
+        for (; i < dim; i++) sum_lanes<sizeof(T), 1>(dim, first, last, end, sums + i, i, weight);
+    }
+    template <int64_t BYTES, int NV, typename F>
+    ALWAYS_INLINE void sum_lanes(
+        int64_t dim, int64_t first, int64_t last, int64_t end, T* row, int64_t i,
+        const F& weight) const
+    {
+        typedef Vector<T, BYTES> Lanes;
+        typedef typename std::conditional<sizeof(T) == 4, int32_t, int64_t>::type Int;
+        typedef Int Bits __attribute__((vector_size(BYTES)));
+        constexpr bool plain = std::is_same_v<decltype(weight(0, 0)), int>;
+        const int32_t* bag_of = b.entry_bag;
+        const T* gradient = bag_gradient + i;
+        typename Lanes::type sum[NV] = {};
+        row -= dim;
+        for (int64_t e = first; e < last; e++) {
+            const int64_t bag = bag_of[e] & BAG, begins = bag_of[e] < 0;
+            prefetch<false>(gradient + (bag_of[std::min(e + AHEAD, end)] & BAG) * dim, NV * Lanes::W);
+            row += begins ? dim : 0;
+            const T* from = gradient + bag * dim;
+            const T w = (T)weight(e, bag);
+            const Bits kept = Bits{} + (Int)(begins - 1);
+            for (int v = 0; v < NV; v++) {
+                const auto more = load<BYTES>(from + v * Lanes::W);
+                sum[v] = (typename Lanes::type)((Bits)sum[v] & kept) + (plain ? more : more * w);
+                store<BYTES>(row + v * Lanes::W, sum[v]);
             }
-            for (int v = 0; v < 4; v++) store(row + i + v * W, sum[v]);
-        }
-        for (; i + W <= dim; i += W) {
-            typename Vector<T>::type sum = {};
-            for (int32_t e = first; e < last; e++)
-                sum += load(gradient + bag_of[e] * dim + i) * (T)weight(e);
-            store(row + i, sum);
-        }
-        for (; i < dim; i++) {
-            T sum = 0;
-            for (int32_t e = first; e < last; e++)
-                sum += gradient[bag_of[e] * dim + i] * (T)weight(e);
-            row[i] = sum;
         }
     }
     bool mode_is_max() const { return position != nullptr; }
 
-    // dPT[r][a] += sum_j G3[r][j] dT[j][a]
-    template <int Q3>
-    static ALWAYS_INLINE void add_lanes(
-        const T* row3, int64_t q3, const T* dT, int64_t pad, T* dPT, int64_t r2)
+    // For each row: dP[i][:] += sum_j d[i][j] G3T[j][:], and d3[j][:] += sum_i d[i][j] P[i][:].
+    // AB lines of the products, JB of the core, lanes of BYTES; a number d is loaded once for both.
+    template <int64_t BYTES, int AB, int JB, typename Sizes>
+    static ALWAYS_INLINE void add_rows(
+        const Sizes& n, const RowBlock& rows, const T* P, T* dP, int64_t a, int64_t j, int64_t r)
     {
-        typename Vector<T>::type d[Q3];
-        for (int j = 0; j < Q3; j++) d[j] = load(dT + j * pad);
-        for (int64_t r = 0; r < r2; r++) {
-            auto sum = load(dPT + r * pad);
-            for (int j = 0; j < Q3; j++) sum += d[j] * row3[r * q3 + j];
-            store(dPT + r * pad, sum);
+        typedef typename Vector<T, BYTES>::type V;
+        const int64_t r2 = n.r2(), q3 = n.q3(), size = r2 * q3, columns = n.a() * q3;
+        V p[AB], dp[AB];
+        for (int i = 0; i < AB; i++) {
+            p[i] = load<BYTES>(P + (a + i) * r2 + r);
+            dp[i] = load<BYTES>(dP + (a + i) * r2 + r);
         }
+        const T *d = rows.gradients + a * q3 + j, *line = rows.lines + j * r2 + r;
+        for (int64_t k = 0; k < rows.count; k++, d += columns, line += size) {
+            const int64_t next = rows.i3[std::min(k + ROWS_AHEAD, rows.last)] * size;
+            prefetch<false>(rows.core + next + r * q3, JB * Vector<T, BYTES>::W);
+            const T* core = rows.core + rows.i3[k] * size;
+            T* to = rows.d_core + rows.i3[k] * size + j * r2 + r;
+            for (int v = 0; v < JB; v++)
+                __builtin_prefetch(rows.d_core + next + (j + v) * r2 + r, 1);
+            V g[JB], dg[JB];
+            if constexpr (Sizes::turns && JB == 4) Blocks::columns<BYTES>(core + 4 * r, g);
+            else
+                for (int v = 0; v < JB; v++) g[v] = load<BYTES>(line + v * r2);
+            for (int v = 0; v < JB; v++) dg[v] = load<BYTES>(to + v * r2);
+            for (int i = 0; i < AB; i++)
+                for (int v = 0; v < JB; v++) {
+                    const V both = V{} + d[i * q3 + v];
+                    dp[i] += g[v] * both;
+                    dg[v] += p[i] * both;
+                }
+            for (int v = 0; v < JB; v++) store<BYTES>(to + v * r2, dg[v]);
+        }
+        for (int i = 0; i < AB; i++) store<BYTES>(dP + (a + i) * r2 + r, dp[i]);
     }
-    template <typename Sizes>
-    static ALWAYS_INLINE void add_to_product(
-        const Sizes& n, const T* row3, const T* dT, T* dPT)
+    template <int64_t BYTES, int AB, typename Sizes>
+    static ALWAYS_INLINE void add_lines(
+        const Sizes& n, const RowBlock& rows, const T* P, T* dP, int64_t a, int64_t r)
     {
-        const int64_t q3 = n.q3(), pad = n.pad();
-        for (int64_t v = 0; v < pad; v += Vector<T>::W) {
-            int64_t j = 0;
-            for (; j + 4 <= q3; j += 4)
-                add_lanes<4>(row3 + j, q3, dT + j * pad + v, pad, dPT + v, n.r2());
-            for (; j + 2 <= q3; j += 2)
-                add_lanes<2>(row3 + j, q3, dT + j * pad + v, pad, dPT + v, n.r2());
-            for (; j < q3; j++)
-                add_lanes<1>(row3 + j, q3, dT + j * pad + v, pad, dPT + v, n.r2());
-        }
+        int64_t j = 0;
+        for (; j + 4 <= n.q3(); j += 4) add_rows<BYTES, AB, 4>(n, rows, P, dP, a, j, r);
+        for (; j < n.q3(); j++) add_rows<BYTES, AB, 1>(n, rows, P, dP, a, j, r);
     }
-
-    // d3[j][r] += sum_a P[a][r] dT[j][a]; lines of P are `ld` long and padded with zeros.
-    template <int64_t BYTES, int JB, int RB>
-    static ALWAYS_INLINE void add_block(
-        const T* P, int64_t ld, int64_t a, const T* dT, int64_t pad, T* d3, int64_t line,
-        int64_t left)
+    template <int64_t BYTES, typename Sizes>
+    static ALWAYS_INLINE int64_t add_lanes(
+        const Sizes& n, const RowBlock& rows, const T* P, T* dP, int64_t r)
     {
         constexpr int64_t W = Vector<T, BYTES>::W;
-        typename Vector<T, BYTES>::type sum[JB][RB] = {};
-        for (int64_t i = 0; i < a; i++) {
-            typename Vector<T, BYTES>::type p[RB];
-            for (int v = 0; v < RB; v++) p[v] = load<BYTES>(P + i * ld + v * W);
-            for (int j = 0; j < JB; j++)
-                for (int v = 0; v < RB; v++) sum[j][v] += p[v] * dT[j * pad + i];
+        constexpr int AB = BYTES == 64 ? 8 : 4;  // as many as the registers hold
+        for (; r + W <= n.r2(); r += W) {
+            int64_t a = 0;
+            for (; a + AB <= n.a(); a += AB) add_lines<BYTES, AB>(n, rows, P, dP, a, r);
+            for (; a < n.a(); a++) add_lines<BYTES, 1>(n, rows, P, dP, a, r);
         }
-        for (int j = 0; j < JB; j++)
-            for (int v = 0; v < RB; v++) {
-                T* to = d3 + j * line + v * W;
-                if (left - v * W >= W) store<BYTES>(to, load<BYTES>(to) + sum[j][v]);
-                else
-                    for (int64_t r = 0; r < left - v * W; r++) to[r] += sum[j][v][r];
-            }
-    }
-    template <int64_t BYTES, int RB, typename Sizes>
-    static ALWAYS_INLINE void add_lines(
-        const Sizes& n, const T* P, int64_t ld, const T* dT, T* d3, int64_t r)
-    {
-        const int64_t left = n.r2() - r;
-        P += r;
-        d3 += r;
-        int64_t j = 0;
-        for (; j + 4 <= n.q3(); j += 4)
-            add_block<BYTES, 4, RB>(P, ld, n.a(), dT + j * n.pad(), n.pad(), d3 + j * n.r2(), n.r2(), left);
-        for (; j < n.q3(); j++)
-            add_block<BYTES, 1, RB>(P, ld, n.a(), dT + j * n.pad(), n.pad(), d3 + j * n.r2(), n.r2(), left);
-    }
-    template <typename Sizes>
-    static ALWAYS_INLINE void add_to_last_core(
-        const Sizes& n, const T* P, int64_t ld, const T* dT, T* d3)
-    {
-        constexpr int64_t W = Vector<T>::W, WIDE = Vector<T, WIDE_BYTES>::W;
-        int64_t r = 0;
-        for (; r + 2 * WIDE <= n.r2(); r += 2 * WIDE) add_lines<WIDE_BYTES, 2>(n, P, ld, dT, d3, r);
-        if (WIDE > W)
-            for (; r + WIDE <= n.r2(); r += WIDE) add_lines<WIDE_BYTES, 1>(n, P, ld, dT, d3, r);
-        for (; r + 2 * W <= n.r2(); r += 2 * W) add_lines<VECTOR_BYTES, 2>(n, P, ld, dT, d3, r);
-        for (; r < n.r2(); r += W) add_lines<VECTOR_BYTES, 1>(n, P, ld, dT, d3, r);
+        return r;
     }
 
-    void weights_of_row(int64_t id, const T* row) const {
-        for (int32_t e = b.entry_start[id]; e < b.entry_start[id + 1]; e++) {
-            const T* bag = bag_gradient + (int64_t)b.entry_bag[e] * s.dim;
-            T sum = 0;
-            for (int64_t i = 0; i < s.dim; i++) sum += bag[i] * row[i];
-            d_weights[b.entry_at[e]] = sum;
+    // The gradients of rows [u, u + count) as [q1 q2][q3] each.
+    template <typename Sizes>
+    ALWAYS_INLINE T* gradients_in_columns(
+        const Sizes& n, int64_t u, int64_t count, int64_t end, T* mine) const
+    {
+        const int32_t* start = b.entry_start;
+        const int64_t dim = n.dim(), columns = s.columns();
+        if (!b.id) gradients_of_rows(dim, start[u], start[u + count], end, mine);
+        else
+            for (int64_t k = 0; k < count; k++)
+                gradients_of_rows(
+                    dim, start[b.id[u + k]], start[b.id[u + k] + 1], end, mine + k * dim);
+        if (by_count)
+            for (int64_t k = 0; k < count; k++) {
+                const int64_t id = b.of(u + k);
+                const T share = T(1) / T(start[id + 1] - start[id]);
+                for (int64_t i = 0; i < dim; i++) mine[k * dim + i] *= share;
+            }
+        const int32_t* column = n.column();
+        if (!column) return mine;
+        T* to = mine + ROWS * dim;
+        for (int64_t k = 0; k < count; k++)
+            for (int64_t i = 0; i < columns; i++)
+                to[k * columns + i] = column[i] >= 0 ? mine[k * dim + column[i]] : T(0);
+        return to;
+    }
+
+    // Lines [r2][q3] of the last core as [q3][r2].
+    template <typename Sizes>
+    ALWAYS_INLINE void turn_lines(
+        const Sizes& n, const int32_t* i3, int64_t count, T* turned) const
+    {
+        const int64_t q3 = n.q3(), r2 = n.r2();
+        for (int64_t k = 0; k < count; k++, turned += q3 * r2) {
+            const T* line = g3 + i3[k] * q3 * r2;
+            int64_t r = 0;
+            if constexpr (sizeof(T) == 4)
+                if (q3 == 4)
+                    for (; r + 8 <= r2; r += 8) Blocks::from_row(line + 4 * r, r2, turned + r);
+            for (; r < r2; r++)
+                for (int64_t j = 0; j < q3; j++) turned[j * r2 + r] = line[r * q3 + j];
+        }
+    }
+
+    template <typename Sizes>
+    void cores_of_pair(
+        const Sizes& n, const Chunk& c, int64_t f, const T* P, T* dP, T* d3_slot, T* mine) const
+    {
+        const int64_t first = c.first_row(b, f), last = c.last_row(b, f);
+        const int64_t end = b.entry_start[b.rows] - 1;
+        const int32_t* i3 = b.i3;
+        T* lines = mine + ROWS * (s.dim + (n.column() ? s.columns() : 0));
+        std::memset(dP, 0, sizeof(T) * n.a() * n.r2());
+        RowBlock rows;
+        rows.lines = lines;
+        rows.core = g3;
+        rows.d_core = d3_slot;
+        for (int64_t u = first; u < last; u += rows.count) {
+            rows.count = std::min(ROWS, last - u);
+            rows.last = b.uniques - 1 - u;
+            rows.i3 = i3 + u;
+            rows.gradients = gradients_in_columns(n, u, rows.count, end, mine);
+            if (!Sizes::turns) turn_lines(n, i3 + u, rows.count, lines);
+            int64_t r = 0;
+            if constexpr (WIDE_BYTES > VECTOR_BYTES) r = add_lanes<WIDE_BYTES>(n, rows, P, dP, r);
+            r = add_lanes<VECTOR_BYTES>(n, rows, P, dP, r);
+            r = add_lanes<16>(n, rows, P, dP, r);
+            add_lanes<sizeof(T)>(n, rows, P, dP, r);
         }
     }
 
@@ -216,47 +269,27 @@ struct Backward {
     void rows_of_pair(
         const Sizes& n, const Chunk& c, int64_t f, const T* P, T* dP, T* d3_slot, T* mine) const
     {
-        T* row = mine;
-        T* value = row + s.columns();
-        T* dT = value + s.dim;
-        T* values = dT + n.q3() * n.pad();
-        T* padded = values + n.q3() * n.pad();
-        T* PT = padded + n.a() * lines(s);
-        T* dPT = PT + n.r2() * n.pad();
-        const bool into_product = d1 || d2, into_last = d3, into_weights = d_weights;
-        int64_t ld = n.r2();
-        const T* lines_of_P = P;
-        if (n.r2() % Vector<T>::W && into_last) {
-            ld = lines(s);
-            for (int64_t i = 0; i < n.a(); i++)
-                for (int64_t r = 0; r < ld; r++)
-                    padded[i * ld + r] = r < n.r2() ? P[i * n.r2() + r] : T(0);
-            lines_of_P = padded;
-        }
-        if (into_weights) lanes_of_product(n.a(), n.r2(), n.pad(), P, PT);
-        if (into_product) std::memset(dPT, 0, sizeof(T) * n.r2() * n.pad());
-        const int64_t first = c.first_row(b, f), last = c.last_row(b, f), size = n.r2() * n.q3();
-        const int64_t end = b.uniques - 1, entries = b.entry_start[b.rows];
-        const int32_t* i3 = b.i3;
-        const T* core = g3;
-        for (int64_t u = first; u < last; u++) {
-            const int64_t id = b.of(u), next = i3[std::min(u + ROWS_AHEAD, end)];
-            const T* row3 = core + i3[u] * size;
-            prefetch<false>(core + next * size, size);
-            if (into_last) prefetch<true>(d3_slot + next * size, size);
-            if (into_product || into_last) {
-                const T* of_row = gradient_of_row(n.dim(), id, entries, row);
-                from_columns(n.a(), n.q3(), n.pad(), n.column(), of_row, dT);
-            }
-            if (into_product) add_to_product(n, row3, dT, dPT);
-            if (into_last) add_to_last_core(n, lines_of_P, ld, dT, d3_slot + i3[u] * size);
-            if (into_weights) {
-                row_values(PT, n.pad(), n.r2(), row3, n.q3(), values);
-                to_columns(n.a(), n.q3(), n.pad(), n.column(), values, value);
-                weights_of_row(id, value);
+        if (d1 || d2 || d3) cores_of_pair(n, c, f, P, dP, d3_slot, mine);
+        if (d_weights) weights_of_pair(n, c, f, P, mine);
+    }
+
+    template <typename Sizes>
+    void weights_of_pair(const Sizes& n, const Chunk& c, int64_t f, const T* P, T* mine) const {
+        T* PT = mine;
+        T* values = PT + n.r2() * n.pad();
+        T* row = values + n.q3() * n.pad();
+        lanes_of_product(n.a(), n.r2(), n.pad(), P, PT);
+        for (int64_t u = c.first_row(b, f); u < c.last_row(b, f); u++) {
+            row_values(PT, n.pad(), n.r2(), g3 + b.i3[u] * n.r2() * n.q3(), n.q3(), values);
+            to_columns(n.a(), n.q3(), n.pad(), n.column(), values, row);
+            const int64_t id = b.of(u);
+            for (int32_t e = b.entry_start[id]; e < b.entry_start[id + 1]; e++) {
+                const T* bag = bag_gradient + (int64_t)(b.entry_bag[e] & BAG) * s.dim;
+                T sum = 0;
+                for (int64_t i = 0; i < s.dim; i++) sum += bag[i] * row[i];
+                d_weights[b.entry_at[e]] = sum;
             }
         }
-        if (into_product) transpose(dPT, n.pad(), n.r2(), n.a(), dP, n.r2());
     }
 
     // d2[i2] += sum over pairs of G1[i1]^T dP; d_left = dP G2[i2]^T.
@@ -338,7 +371,7 @@ struct Backward {
         {
             const int64_t t = omp_get_thread_num(), all = omp_get_num_threads();
             T* mine = scratch + t * scratch_size;
-            if (d3) {
+            if (d1 || d2 || d3) {
                 const int64_t size = slots * core3, low = size * t / all;
                 std::memset(d3_slots + low, 0, sizeof(T) * (size * (t + 1) / all - low));
             }

@@ -7,7 +7,7 @@
 namespace {
 
 // How long before they are needed memory is asked for: bags, and lines of the last core.
-constexpr int64_t AHEAD = 8, ROWS_AHEAD = 3;
+constexpr int64_t AHEAD = 16, ROWS_AHEAD = 8;
 
 template <typename T>
 struct Forward {
@@ -77,9 +77,9 @@ struct Forward {
     }
 
     void take_larger(int64_t bag, const T* row, int32_t at, int64_t first, int64_t width) const {
-        T* best = output + bag * s.dim;
-        int32_t* from = position + bag * s.dim;
-        for (int64_t i = first; i < first + width; i++)
+        T* best = output + bag * s.dim + first;
+        int32_t* from = position + bag * s.dim + first;
+        for (int64_t i = 0; i < width; i++)
             if (from[i] < 0 || row[i] > best[i] || (row[i] == best[i] && at < from[i])) {
                 best[i] = row[i];
                 from[i] = at;
@@ -90,22 +90,30 @@ struct Forward {
     ALWAYS_INLINE void to_bags(
         int64_t dim, const Chunk& c, int64_t low, int64_t high, int64_t first, int64_t width) const
     {
-        const int64_t end = b.entry_start[b.rows];
+        const int32_t* start = b.entry_start;
+        const T* row = rows + first - dim;
+        if (!b.id) return to_bags(dim, start[c.u0], start[c.u1], low, high, first, width, row);
+        for (int64_t u = c.u0; u < c.u1; u++, row += dim)
+            to_bags(dim, start[b.id[u]], start[b.id[u] + 1], low, high, first, width, row);
+    }
+    // row: that before the first one.
+    ALWAYS_INLINE void to_bags(
+        int64_t dim, int64_t e, int64_t last, int64_t low, int64_t high, int64_t first,
+        int64_t width, const T* row) const
+    {
+        const int64_t end = b.entry_start[b.rows] - 1;
         const int32_t *bag_of = b.entry_bag, *at = b.entry_at;
         const T* weight = weights;
         T* out = output + first;
         const bool max = mode == MAX;
-        for (int64_t u = c.u0; u < c.u1; u++) {
-            const T* row = rows + (u - c.u0) * dim;
-            const int64_t id = b.of(u), last = b.entry_start[id + 1];
-            for (int64_t e = b.entry_start[id]; e < last; e++) {
-                const int64_t bag = bag_of[e];
-                if (bag < low || bag >= high) continue;
-                prefetch<true>(out + bag_of[e + AHEAD < end ? e + AHEAD : e] * dim, width);
-                if (max) take_larger(bag, row, at[e], first, width);
-                else if (weight) add(out + bag * dim, row + first, weight[at[e]], width);
-                else add(out + bag * dim, row + first, width);
-            }
+        for (; e < last; e++) {
+            const int64_t bag = bag_of[e] & BAG;
+            row += bag_of[e] < 0 ? dim : 0;
+            if (bag < low || bag >= high) continue;
+            prefetch<true>(out + (bag_of[std::min(e + AHEAD, end)] & BAG) * dim, width);
+            if (max) take_larger(bag, row, at[e], first, width);
+            else if (weight) add(out + bag * dim, row, weight[at[e]], width);
+            else add(out + bag * dim, row, width);
         }
     }
     // Shares of cache lines of columns as far as they go, shares of bags beyond: a bag that is not
