@@ -110,10 +110,14 @@ def directions(rows: Tensor, spec: TTSpec) -> Directions:
     fronts_of = np.bincount(middles[starts], minlength=p2)
     backs_of = _different_by_middle(sorted_rows - heads * (p2 * p3), p2, p3)
 
-    cost = _Costs.of(spec)
+    cost = Costs.of(spec)
     front = cost.front_pair * fronts_of + cost.front_row * uniques_of
     back = cost.back_pair * backs_of + cost.back_row * uniques_of
-    is_back = goes_back(front, back, spec.q)
+    price = prices(spec)
+    is_back = np.asarray(
+        price.back_pair * backs_of + price.back_row * uniques_of
+        < price.front_pair * fronts_of + price.front_row * uniques_of
+    )
     name: Literal["front", "back", "mixed"] = "mixed" if is_back.any() else "front"
     if name == "mixed" and is_back[uniques_of > 0].all():
         name = "back"
@@ -128,11 +132,17 @@ def directions(rows: Tensor, spec: TTSpec) -> Directions:
     )
 
 
-def goes_back(front: Integers, back: Integers, q: Sequence[int]) -> Flags:
-    """Whether back-first takes less time, for FLOPs of each i_2 in both directions; three cores."""
-    q1, q2, q3 = q
-    in_front, in_back = padded(q1 * q2) * q2 * q3, padded(q2 * q3) * q1 * q2
-    return np.asarray(back * in_back < front * in_front)
+def prices(spec: TTSpec) -> "Costs":
+    """What pairs and rows of three cores take: FLOPs, times how much slower each direction is."""
+    q1, q2, q3 = spec.q
+    cost = Costs.of(spec)
+    in_front, in_back = int(padded(q1 * q2)) * q2 * q3, int(padded(q2 * q3)) * q1 * q2
+    return Costs(
+        cost.front_pair * in_front,
+        cost.back_pair * in_back,
+        cost.front_row * in_front,
+        cost.back_row * in_back,
+    )
 
 
 def lower_bound(rows: Tensor, spec: TTSpec) -> int:
@@ -159,7 +169,7 @@ def lower_bound(rows: Tensor, spec: TTSpec) -> int:
     if len(spec.p) == 2:
         return directions(rows, spec).flops
     _, p2, p3 = spec.p
-    cost = _Costs.of(spec)
+    cost = Costs.of(spec)
     sorted_rows = rows.cpu().numpy()
     fronts, front_of = np.unique(sorted_rows // p3, return_inverse=True)
     backs, back_of = np.unique(sorted_rows % (p2 * p3), return_inverse=True)
@@ -269,8 +279,8 @@ class BatchPlan:
 
 
 @dataclass(frozen=True)
-class _Costs:
-    """FLOPs of one front pair, one back pair, and one row after either; three cores."""
+class Costs:
+    """FLOPs of one front pair, one back pair, and one row after either; two or three cores."""
 
     front_pair: int
     back_pair: int
@@ -278,11 +288,15 @@ class _Costs:
     back_row: int
 
     @staticmethod
-    def of(spec: TTSpec) -> "_Costs":
+    def of(spec: TTSpec) -> "Costs":
+        """Those of a table; pairs of two cores are rows of the first and cost nothing."""
+        if len(spec.q) == 2:
+            row = 2 * math.prod(spec.q) * spec.ranks[0]
+            return Costs(0, 0, row, row)
         q1, q2, q3 = spec.q
         r1, r2 = spec.ranks
         columns = 2 * q1 * q2 * q3
-        return _Costs(2 * q1 * q2 * r1 * r2, 2 * r1 * q2 * q3 * r2, columns * r2, columns * r1)
+        return Costs(2 * q1 * q2 * r1 * r2, 2 * r1 * q2 * q3 * r2, columns * r2, columns * r1)
 
 
 def _front_only(sorted_rows: Integers, spec: TTSpec) -> Directions:

@@ -7,7 +7,8 @@ depend on the batch (gradients: also on `max_workspace_bytes`), not on the numbe
 import ctypes
 import functools
 import math
-import weakref
+import threading
+from collections.abc import Callable
 from ctypes import POINTER, c_int64, c_void_p
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,18 +19,14 @@ import torch
 from torch import Tensor
 
 from septet_shared import native
-from septet_shared.memory_pool import Arena
-from septet_shared.memory_pool.arena import ArenaScope
 
 from .backend import Lookups, index_error
-from .contraction import goes_back
+from .contraction import Costs, prices
 from .micro_batching import LEAST_PAIRS, LEAST_ROWS, Chunks, plan_chunks
 from .shapes import TTSpec
 
 SORT_COUNTS_BYTES = 4096 * 4  # of each thread that sorts; of a pass, where one sorts alone
 LOOKUPS_PER_SORTER, MOST_SORTERS = 16384, 8  # a thread more for so many lookups
-# One for all tables of the process: pages taken anew for each batch would be cleared each time.
-WORKSPACES = Arena(0)
 MODES = {"sum": 0, "mean": 1, "max": 2}
 BAG = 0x7FFFFFFF  # in entry_bag; the rest of it is FIRST_OF_ROW
 LETTER = {torch.float32: "f32", torch.float64: "f64"}
@@ -69,7 +66,7 @@ def library() -> ctypes.CDLL:
             number,
             [*(pointer, *[number] * 4, pointer, number, number), *[pointer] * 5, number, pointer],
         ),
-        "tt_count": (number, [pointer, *[number] * 3, *[pointer] * 8]),
+        "tt_count": (None, [pointer, *[number] * 3, *[pointer] * 9]),
         "tt_pairs": (None, [pointer, *[number] * 4, pointer, number, *[pointer] * 7]),
         "tt_chunks": (number, [batch, number, number]),
         "tt_forward_bytes": (number, [shape, *[number] * 5]),
@@ -118,12 +115,66 @@ class Direction:
 
     def cores(self, cores: list[Tensor]) -> list[Tensor]:
         """G1 [p1, q1, r1], G2 [p2, r1, q2, r2], G3 [p3, r2, q3] of this direction, contiguous."""
-        found = [core.detach() for core in cores]
+        found = cores
         if len(found) == 2:
-            found.insert(0, torch.ones(1, 1, 1, 1, dtype=found[0].dtype))
+            found = [torch.ones(1, 1, 1, 1, dtype=found[0].dtype), *found]
         if self.back:
             found = [core.transpose(1, 3) for core in reversed(found)]
-        return [core.contiguous() for core in found]
+        return [core if core.is_contiguous() else core.contiguous() for core in found]
+
+
+class _Working:
+    """Bytes that a forward or a backward works in: sums of what the kernels take for each thing.
+
+    The kernels' own counts are linear; asked once for each thing, they need not be called again.
+    """
+
+    def __init__(self, direction: Direction, item: int) -> None:
+        lib, shape = library(), ctypes.byref(direction.shape)
+
+        def forward(pairs: int, rows: int, threads: int, keep: bool) -> int:
+            return int(lib.tt_forward_bytes(shape, item, rows, pairs, keep, threads))
+
+        def backward(pairs: int, slots: int, threads: int, keep: bool) -> int:
+            return int(lib.tt_backward_bytes(shape, item, pairs, keep, slots, threads))
+
+        def steps(count: Callable[[int, int, int, bool], int], keep: bool) -> list[int]:
+            base = count(0, 0, 0, keep)
+            each = [count(1, 0, 0, keep), count(0, 1, 0, keep), count(0, 0, 1, keep)]
+            return [base, *(one - base for one in each)]
+
+        self._forward = [steps(forward, keep) for keep in (False, True)]
+        self._backward = [steps(backward, keep) for keep in (False, True)]
+        self.thread = max(self._forward[1][3], self._backward[1][3])
+
+    def forward(self, rows: int, pairs: int, keep: bool, threads: int = 0) -> int:
+        """Of chunks of so many rows and pairs."""
+        base, pair, row, thread = self._forward[keep]
+        return base + pair * pairs + row * rows + thread * threads
+
+    def backward(self, pairs: int, keep: bool, slots: int, threads: int = 0) -> int:
+        """Of chunks of so many pairs, with slots for gradients of the last core."""
+        base, pair, slot, thread = self._backward[keep]
+        return base + pair * pairs + slot * slots + thread * threads
+
+
+class _Scratch(threading.local):
+    """Memory for the time of one call into C, one piece for each thread of Python.
+
+    Kept: pages taken anew for each batch would be cleared each time.
+    """
+
+    memory = torch.empty(0, dtype=torch.uint8)
+
+    def address(self, nbytes: int) -> int:
+        """Where `nbytes` lie, until the next call."""
+        if len(self.memory) < nbytes:
+            with torch.inference_mode(False):
+                self.memory = torch.empty(nbytes, dtype=torch.uint8)
+        return self.memory.data_ptr()
+
+
+SCRATCH = _Scratch()
 
 
 @dataclass
@@ -154,6 +205,21 @@ class Prepared:
     chunk_count: int = 0  # of the forward
     extra_flops: int = 0  # of pairs that a chunk's end cut, multiplied twice
 
+    def add(
+        self,
+        direction: Direction,
+        rows: int,
+        pairs: int,
+        of_pairs: list[int],
+        ids: int | None,
+        entries: tuple[int, int, int | None],
+        memory: list[Tensor],
+    ) -> None:
+        """Rows of one direction, given by addresses in `memory` and in the batch's own."""
+        i3, *rest = of_pairs
+        batch = _Batch(rows, pairs, self.uniques, i3, ids, *rest, *entries)
+        self.parts.append(Part(direction, rows, pairs, memory, batch))
+
 
 def _address(t: Tensor | None) -> int | None:
     return None if t is None else t.data_ptr()
@@ -174,6 +240,26 @@ def _most_sorters(lookups: int) -> int:
 
 def _counts_bytes(threads: int) -> int:
     return max(3, threads) * SORT_COUNTS_BYTES
+
+
+def _count_bytes(front: Direction, mixed: bool) -> int:
+    """Of tt_count's scratch: three counts for each i2, its direction, flags for pairs."""
+    _, p2, p3 = front.p
+    return 32 * p2 + 8 + mixed * (p2 * p3 // 8 + 8)
+
+
+@functools.lru_cache(maxsize=1024)
+def _prices(spec: TTSpec) -> ctypes.Array[c_int64]:
+    price = prices(spec)
+    return (c_int64 * 4)(price.front_pair, price.front_row, price.back_pair, price.back_row)
+
+
+def _split(memory: Tensor, rows: int, pairs: int) -> list[int]:
+    """Addresses of i3 [rows], of the pairs' starts [pairs + 1], i1 and i2 [pairs]."""
+    i3 = memory.data_ptr()
+    starts = i3 + 4 * rows
+    first = starts + 4 * (pairs + 1)
+    return [i3, starts, first, first + 4 * pairs]
 
 
 def prepare(
@@ -198,76 +284,65 @@ def prepare(
     """
     lib, lookups = library(), len(flat)
     threads = min(torch.get_num_threads(), _most_sorters(lookups))
-    scratch = torch.empty(16 * lookups + _counts_bytes(threads), dtype=torch.uint8)
-    bag, start, rows = _int32(lookups), _int32(lookups + 1), _int32(lookups)
-    at = _int32(lookups) if positions else None
-    sizes = (c_int64 * 2)()
+    front = directions[0]
+    p1, p2, p3 = front.p
+    mixed = len(spec.p) == 3
+    # Entries' bags and positions, where each row's begin, and the rows.
+    memory = _int32(lookups * (3 + positions) + 1)
+    bag, rows = memory.data_ptr(), memory.data_ptr() + 4 * lookups
+    start = rows + 4 * lookups
+    at = start + 4 * (lookups + 1) if positions else None
+    sort_bytes = 16 * lookups + _counts_bytes(threads)
+    scratch_bytes = max(sort_bytes, _count_bytes(front, mixed))
+    scratch = SCRATCH.address(scratch_bytes)
+    sizes = (c_int64 * 4)()
+    place = ctypes.addressof(sizes)
     failed = lib.tt_sort(
         *(flat.data_ptr(), flat.dtype == torch.int64, lookups, spec.num_embeddings),
         *(-1 if padding_idx is None else padding_idx, _address(edges), bags, bag_size),
-        *(bag.data_ptr(), _address(at), start.data_ptr(), rows.data_ptr()),
-        *(scratch.data_ptr(), threads, ctypes.addressof(sizes)),
+        *(bag, at, start, rows, scratch, threads, place),
     )
     if failed:
         raise IndexError(sizes[0], int(flat[sizes[0]]))
-    entries, uniques = sizes
-    front = directions[0]
-    p1, p2, p3 = front.p
-    q1, q2, q3 = front.q
-    r1, r2 = front.r
-    mixed = len(spec.p) == 3
-    counted = np.zeros(3 * p2 + mixed * -(-p2 * p3 // 64), dtype=np.int64)
-    each, of_front, of_back = counted[: 3 * p2].reshape(3, p2)
-    place = counted.ctypes.data
+    entries, uniques, *_ = sizes
+    # Each row's i3; where the rows of each pair begin, and its i1 and i2.
     most_pairs = min(uniques, p1 * p2)
-    i3, starts = _int32(uniques), _int32(most_pairs + 1)
-    first, second = _int32(most_pairs), _int32(most_pairs)
-    pairs = lib.tt_count(
-        *(rows.data_ptr(), uniques, p2, p3, *(place + 8 * k * p2 for k in range(3))),
-        place + 24 * p2 if mixed else None,
-        *(x.data_ptr() for x in (i3, starts, first, second)),
+    of_front = _int32(uniques + 3 * most_pairs + 1)
+    arrays = _split(of_front, uniques, most_pairs)
+    choice = scratch + 24 * p2
+    lib.tt_count(
+        *(rows, uniques, p2, p3, _prices(spec) if mixed else None),
+        *(scratch, choice + 8 * (-(-p2 // 8)), choice, *arrays, place),
     )
-    width = 2 * q1 * q2 * q3
-    front_flops = 2 * q1 * q2 * r1 * r2 * mixed * of_front + width * r2 * each
-    made = Prepared(entries, uniques, bags, [], [bag, start, rows], 0)
-    if at is not None:
-        made.arrays.append(at)
-
-    def add(back: bool, pairs: int, rows_of_part: int, arrays: list[Tensor], ids: Any) -> None:
-        i3, starts, first, second = arrays
-        pointers = map(_address, (i3, ids, starts, first, second, start, bag, at))
-        batch = _Batch(rows_of_part, pairs, uniques, *pointers)
-        held = arrays if ids is None else [*arrays, ids]
-        made.parts.append(Part(directions[back], rows_of_part, pairs, held, batch))
-
-    back_first = None
-    if mixed:
-        back_flops = 2 * r1 * q2 * q3 * r2 * of_back + width * r1 * each
-        back_first = goes_back(front_flops, back_flops, front.q)
-    if back_first is None or not back_first.any():
-        made.flops = int(front_flops.sum())
-        if uniques:
-            add(False, pairs, uniques, [i3, starts, first, second], None)
+    pairs, back_rows, saved, back_pairs = sizes
+    cost = Costs.of(spec)
+    flops = cost.front_pair * (pairs - saved) + cost.front_row * (uniques - back_rows)
+    made = Prepared(entries, uniques, bags, [], [memory], flops)
+    if not uniques:
+        pass
+    elif not back_rows:
+        made.add(directions[0], uniques, pairs, arrays, None, (start, bag, at), [of_front])
     else:
-        made.flops = int(np.where(back_first, back_flops, front_flops).sum())
-        choice = back_first.astype(np.uint8)
-        for back, part_pairs, part_rows in (
-            (False, int(of_front[~back_first].sum()), int(each[~back_first].sum())),
-            (True, int(of_back[back_first].sum()), int(each[back_first].sum())),
+        made.flops += cost.back_pair * back_pairs + cost.back_row * back_rows
+        chosen = np.ctypeslib.as_array(ctypes.cast(choice, POINTER(ctypes.c_uint8)), (p2,)).copy()
+        for back, part_rows, part_pairs in (
+            (False, uniques - back_rows, pairs - saved),
+            (True, back_rows, back_pairs),
         ):
             if not part_rows:
                 continue
-            ids, arrays = _int32(part_rows), [_int32(part_rows), _int32(part_pairs + 1)]
-            arrays += [_int32(part_pairs), _int32(part_pairs)]
+            of_part = _int32(2 * part_rows + 3 * part_pairs + 1)
+            ids = of_part.data_ptr()
+            arrays = _split(of_part[part_rows:], part_rows, part_pairs)
             lib.tt_pairs(
-                *(rows.data_ptr(), uniques, p1, p2, p3, choice.ctypes.data, back),
-                *(x.data_ptr() for x in (ids, *arrays, scratch)),
-                ctypes.addressof(sizes),
+                *(rows, uniques, p1, p2, p3, chosen.ctypes.data, back, ids, *arrays),
+                *(scratch, place),
             )
-            add(back, part_pairs, part_rows, arrays, ids)
-    every = made.arrays + [x for part in made.parts for x in part.arrays]
-    made.nbytes = sum(x.nbytes for x in every)
-    made.peak_bytes = made.nbytes + scratch.nbytes + counted.nbytes
+            made.add(
+                directions[back], part_rows, part_pairs, arrays, ids, (start, bag, at), [of_part]
+            )
+    made.nbytes = memory.nbytes + sum(x.nbytes for part in made.parts for x in part.arrays)
+    made.peak_bytes = made.nbytes + scratch_bytes
     return made
 
 
@@ -278,29 +353,19 @@ def pair_flops(parts: list[Part]) -> int:
 
 def chunk(prepared: Prepared, dtype: torch.dtype, available_bytes: int, backward: bool) -> bool:
     """Whether the batch has room; `prepared.chunks` are then set, for each part."""
-    lib, item, found = library(), dtype.itemsize, []
+    item, found = dtype.itemsize, []
     left = available_bytes - prepared.nbytes
     for part in prepared.parts:
-        shape, direction = ctypes.byref(part.direction.shape), part.direction
-
-        def forward_bytes(rows: int, pairs: int, keep: bool, shape: Any = shape) -> int:
-            return int(lib.tt_forward_bytes(shape, item, rows, pairs, keep, 0))
-
-        def backward_bytes(pairs: int, keep: bool, slots: int, shape: Any = shape) -> int:
-            return int(lib.tt_backward_bytes(shape, item, pairs, keep, slots, 0))
-
-        scratch = max(
-            lib.tt_forward_bytes(shape, item, 1, 1, 1, 1) - forward_bytes(1, 1, True),
-            lib.tt_backward_bytes(shape, item, 1, 1, 1, 1) - backward_bytes(1, True, 1),
-        )
+        direction = part.direction
+        working = _working(direction, item)
         chunks = plan_chunks(
             uniques=part.uniques,
             pairs=part.pairs,
             last_lines=direction.p[2],
             product_bytes=direction.product * item,
-            scratch_bytes=int(scratch),
-            forward_bytes=forward_bytes,
-            backward_bytes=backward_bytes,
+            scratch_bytes=working.thread,
+            forward_bytes=working.forward,
+            backward_bytes=working.backward,
             available_bytes=left,
             threads=torch.get_num_threads(),
             backward=backward,
@@ -313,17 +378,17 @@ def chunk(prepared: Prepared, dtype: torch.dtype, available_bytes: int, backward
     return True
 
 
+@functools.lru_cache(maxsize=1024)
 def smallest_bytes(spec: TTSpec, direction: Direction, lookups: int, positions: bool) -> int:
     """Bytes that suffice for any batch of so many lookups."""
-    lib, item = library(), spec.dtype.itemsize
-    shape = ctypes.byref(direction.shape)
-    working = max(
-        lib.tt_forward_bytes(shape, item, LEAST_ROWS, LEAST_PAIRS + 2 * LEAST_ROWS, 0, 1),
-        lib.tt_backward_bytes(shape, item, LEAST_PAIRS, 0, 1, 1),
+    working = _working(direction, spec.dtype.itemsize)
+    most = max(
+        working.forward(LEAST_ROWS, LEAST_PAIRS + 2 * LEAST_ROWS, False, 1),
+        working.backward(LEAST_PAIRS, False, 1, 1),
     )
+    after_sort = max(_count_bytes(direction, len(spec.p) == 3), most * 4 // 3)
     arrays = lookups * 4 * (8 + positions)
-    bits = direction.p[1] * direction.p[2] // 8
-    return int(max(sort_bytes(lookups, positions) + bits, arrays + working * 4 // 3)) + 4096
+    return max(sort_bytes(lookups, positions), arrays + after_sort) + 4096
 
 
 def forward(
@@ -332,11 +397,10 @@ def forward(
     weights: Tensor | None,
     mode: str,
     dim: int,
-    lasting: ArenaScope,
 ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
     """(bags [B, D], for max the position each number comes from, kept products of each part).
 
-    weights: [V], by position in the flattened input. lasting: where products are kept.
+    weights: [V], by position in the flattened input.
     """
     dtype = cores[0].dtype
     run = getattr(library(), f"tt_forward_{LETTER[dtype]}")
@@ -349,26 +413,19 @@ def forward(
     for part, chunks in zip(prepared.parts, prepared.chunks, strict=True):
         shape, found = ctypes.byref(part.direction.shape), part.direction.cores(cores)
         product = part.direction.product
-        kept.append(lasting.empty(part.pairs * product, dtype) if chunks.keep else None)
+        kept.append(torch.empty(part.pairs * product, dtype=dtype) if chunks.keep else None)
         sizes = (chunks.forward_rows, chunks.forward_pairs)
-        nbytes = library().tt_forward_bytes(
-            shape, dtype.itemsize, *sizes, chunks.keep, chunks.threads
-        )
+        working = _working(part.direction, dtype.itemsize)
+        nbytes = working.forward(*sizes, chunks.keep, chunks.threads)
         held += kept[-1].nbytes if kept[-1] is not None else 0
         mirrored = sum(core.nbytes for core in found) if part.direction.back else 0
         prepared.peak_bytes = max(prepared.peak_bytes, held + nbytes + mirrored)
-        with WORKSPACES.scope() as scope:
-            run(
-                *(shape, ctypes.byref(part.batch), *(core.data_ptr() for core in found)),
-                *(_address(weights), MODES[mode], prepared.bags, output.data_ptr()),
-                *(
-                    _address(position),
-                    _address(kept[-1]),
-                    *sizes,
-                    scope.empty(nbytes, torch.uint8).data_ptr(),
-                ),
-                *(chunks.threads, ctypes.addressof(done)),
-            )
+        run(
+            *(shape, ctypes.byref(part.batch), *(core.data_ptr() for core in found)),
+            *(_address(weights), MODES[mode], prepared.bags, output.data_ptr()),
+            *(_address(position), _address(kept[-1]), *sizes, SCRATCH.address(nbytes)),
+            *(chunks.threads, ctypes.addressof(done)),
+        )
     prepared.chunk_count = done[0]
     twice = done[1] - sum(part.pairs for part in prepared.parts)
     prepared.extra_flops = twice * pair_flops(prepared.parts)
@@ -419,8 +476,8 @@ def backward(
     held = prepared.nbytes + sum(k.nbytes for k in kept if k is not None)
     for part, chunks, products in zip(prepared.parts, prepared.chunks, kept, strict=True):
         shape, of_part = ctypes.byref(part.direction.shape), part.direction.cores(cores)
-        nbytes = library().tt_backward_bytes(
-            shape, dtype.itemsize, chunks.backward_pairs, chunks.keep, chunks.slots, chunks.threads
+        nbytes = _working(part.direction, dtype.itemsize).backward(
+            chunks.backward_pairs, chunks.keep, chunks.slots, chunks.threads
         )
         gradients, mirrored = found, 0
         if part.direction.back:
@@ -432,20 +489,23 @@ def backward(
         prepared.peak_bytes = max(prepared.peak_bytes, held + nbytes + mirrored)
         pointers = (c_void_p * 3)(*(core.data_ptr() for core in of_part))
         targets = (c_void_p * 3)(*map(_address, gradients))
-        with WORKSPACES.scope() as scope:
-            run(
-                *(shape, ctypes.byref(part.batch), ctypes.addressof(pointers)),
-                *(_address(weights), _address(scale), _address(position), by_count),
-                *(gradient.data_ptr(), _address(products)),
-                ctypes.addressof(targets),
-                *(_address(of_weights), part.uniques, chunks.backward_pairs, chunks.slots),
-                *(scope.empty(nbytes, torch.uint8).data_ptr(), chunks.threads),
-            )
+        run(
+            *(shape, ctypes.byref(part.batch), ctypes.addressof(pointers)),
+            *(_address(weights), _address(scale), _address(position), by_count),
+            *(gradient.data_ptr(), _address(products), ctypes.addressof(targets)),
+            *(_address(of_weights), part.uniques, chunks.backward_pairs, chunks.slots),
+            *(SCRATCH.address(nbytes), chunks.threads),
+        )
         if part.direction.back:
             for target, mirror in zip(found[::-1], gradients, strict=True):
                 if target is not None and mirror is not None:
                     target += mirror.transpose(1, 3)
     return found[3 - len(cores) :], of_weights
+
+
+@functools.lru_cache(maxsize=1024)
+def _working(direction: Direction, item: int) -> _Working:
+    return _Working(direction, item)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -521,18 +581,13 @@ class CpuCall:
         self.prepared = start(spec, lookups, weights is not None, needs_graph, max_workspace_bytes)
         self.statistics: dict[str, Any] = {"backend": "cpu"}
         self._kept: list[Tensor | None] = []
-        scope = WORKSPACES.scope()
-        self._lasting = scope.__enter__()
-        weakref.finalize(self, scope.__exit__, None, None, None)
         self._position: Tensor | None = None
 
     def forward(self, cores: list[Tensor], weights: Tensor | None) -> Tensor:
         """Bags [B, D]."""
         mode, dim = self.lookups.mode, self.spec.embedding_dim
         weights = None if weights is None else weights.contiguous()
-        output, self._position, self._kept = forward(
-            self.prepared, cores, weights, mode, dim, self._lasting
-        )
+        output, self._position, self._kept = forward(self.prepared, cores, weights, mode, dim)
         self.statistics.update(
             workspace_bytes=self.prepared.peak_bytes,
             chunks=self.prepared.chunk_count,
@@ -545,17 +600,15 @@ class CpuCall:
         lib, item = library(), self.spec.dtype.itemsize
         count, peak, held = 0, self.prepared.peak_bytes, self.prepared.nbytes
         for part, sizes in zip(self.prepared.parts, self.prepared.chunks, strict=True):
-            shape = ctypes.byref(part.direction.shape)
             held += sizes.keep * part.pairs * part.direction.product * item
             rows = (sizes.forward_rows, sizes.forward_pairs)
-            working = max(
-                lib.tt_forward_bytes(shape, item, *rows, sizes.keep, sizes.threads),
-                lib.tt_backward_bytes(
-                    shape, item, sizes.backward_pairs, sizes.keep, sizes.slots, sizes.threads
-                ),
+            working = _working(part.direction, item)
+            most = max(
+                working.forward(*rows, sizes.keep, sizes.threads),
+                working.backward(sizes.backward_pairs, sizes.keep, sizes.slots, sizes.threads),
             )
             mirrored = self.spec.bytes if part.direction.back else 0
-            peak = max(peak, held + int(working) + mirrored)
+            peak = max(peak, held + most + mirrored)
             count += int(lib.tt_chunks(ctypes.byref(part.batch), *rows))
         return count, peak
 

@@ -9,7 +9,7 @@ Source: EcoRec, SC 2024 (micro-batching on sorted indices).
 from collections.abc import Callable
 from dataclasses import dataclass
 
-FORWARD_ROWS = 2048  # rows of a forward chunk: what a core's own cache holds
+FORWARD_ROWS = 4096  # rows of a forward chunk: what a core's own cache holds
 BACKWARD_BYTES = 1 << 20  # of a backward chunk's product gradients: what a core's own cache holds
 # A slot of gradients for the last core is cleared and summed up: worth it from so many rows a line
 # on, and the second, without which one thread would work alone, from half of them.

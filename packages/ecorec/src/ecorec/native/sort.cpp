@@ -247,13 +247,20 @@ int64_t tt_sort(
         entry_at, entry_start, rows, keys, spare, counts, threads, sizes);
 }
 
-// For each i2: different rows, front pairs and back pairs with it; and all rows by front pair, as
-// tt_pairs gives them. seen: p2 * p3 zero bits, or null. Returns the number of front pairs.
-int64_t tt_count(
-    const uint32_t* rows, int64_t n, int64_t p2, int64_t p3, int64_t* uniques_of,
-    int64_t* front_of, int64_t* back_of, uint64_t* seen, int32_t* i3, int32_t* pair_start,
-    int32_t* pair_i1, int32_t* pair_i2)
+// All rows by front pair, as tt_pairs gives them, and which i2 go back-first: those where the
+// products of back pairs and the rows after them are priced below those of front pairs.
+// prices: front pair, front row, back pair, back row (numbers of FLOPs, weighted by how fast they
+// are); null for two cores, which have one direction. counts [3][p2]: rows, front pairs, back pairs
+// of each i2. seen: p2 * p3 bits. sizes: front pairs, then for rows that go back: rows, front pairs
+// saved, back pairs.
+void tt_count(
+    const uint32_t* rows, int64_t n, int64_t p2, int64_t p3, const int64_t* prices,
+    int64_t* counts, uint64_t* seen, uint8_t* back_first, int32_t* i3, int32_t* pair_start,
+    int32_t* pair_i1, int32_t* pair_i2, int64_t* sizes)
 {
+    int64_t *uniques_of = counts, *front_of = counts + p2, *back_of = counts + 2 * p2;
+    std::memset(counts, 0, sizeof(int64_t) * 3 * p2);
+    if (prices) std::memset(seen, 0, sizeof(uint64_t) * ((p2 * p3 + 63) / 64));
     int64_t pairs = 0, beyond = 0, first = 0, i2 = 0;  // the present pair: first <= row < beyond
     for (int64_t u = 0; u < n; u++) {
         const int64_t row = rows[u];
@@ -270,7 +277,7 @@ int64_t tt_count(
         }
         uniques_of[i2]++;
         i3[u] = (int32_t)(row - first);
-        if (seen) {
+        if (prices) {
             const int64_t bit = i2 * p3 + row - first;
             const uint64_t mask = uint64_t(1) << (bit & 63);
             back_of[i2] += (seen[bit >> 6] & mask) == 0;
@@ -278,7 +285,16 @@ int64_t tt_count(
         }
     }
     pair_start[pairs] = (int32_t)n;
-    return pairs;
+    sizes[0] = pairs;
+    sizes[1] = sizes[2] = sizes[3] = 0;
+    for (int64_t i = 0; prices && i < p2; i++) {
+        const int64_t front = prices[0] * front_of[i] + prices[1] * uniques_of[i];
+        const int64_t back = prices[2] * back_of[i] + prices[3] * uniques_of[i];
+        back_first[i] = back < front;
+        sizes[1] += back < front ? uniques_of[i] : 0;
+        sizes[2] += back < front ? front_of[i] : 0;
+        sizes[3] += back < front ? back_of[i] : 0;
+    }
 }
 
 // The rows whose i2 goes front-first (back == 0), or back-first (back == 1: digits and factors
