@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -119,6 +120,52 @@ def test_a_workspace_that_is_too_small_is_refused_with_the_size_that_suffices():
         emb(index)
     enough = int(str(e.value).split("at least ")[1].split()[0])
     TTEmbeddingBag(ROWS, DIM, tt_ranks=16, backend="cpu", max_workspace_bytes=enough)(index)
+
+
+@pytest.mark.parametrize(
+    ("rows", "dim", "rank", "lookups"),
+    [
+        (1000, 8, 4, (64, 5)),
+        (ROWS, DIM, 16, (512, 16)),
+        (50_000, 48, 8, (300, 7)),  # some rows go back-first: mirrored cores
+        (100_000_000, 32, 32, (40, 4)),  # gradients of the last core are most of it
+    ],
+)
+@pytest.mark.parametrize("mode", ["sum", "max"])
+def test_the_size_that_is_named_suffices_is_kept_and_is_the_least(mode, rows, dim, rank, lookups):
+    emb = TTEmbeddingBag(rows, dim, mode=mode, tt_ranks=rank, max_workspace_bytes=1000)
+    index = torch.randint(rows, lookups, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(ValueError, match="max_workspace_bytes") as told:
+        emb(index)
+    enough = int(str(told.value).split("at least ")[1].split()[0])
+    emb.max_workspace_bytes = enough
+    output = emb(index)
+    output.sum().backward()
+    assert emb.statistics()["workspace_bytes"] == emb.plan(index).workspace_bytes <= enough
+    emb.max_workspace_bytes = 64 << 20
+    assert torch.equal(output, emb(index))
+    emb.max_workspace_bytes = enough - 1
+    with pytest.raises(ValueError, match=f"at least {enough}"):
+        emb(index)
+
+
+def test_cores_that_became_double_keep_within_the_workspace_and_half_ones_are_refused():
+    emb = TTEmbeddingBag(ROWS, DIM, tt_ranks=16, mode="sum", max_workspace_bytes=3 << 19).double()
+    index = torch.randint(ROWS, (256, 16), generator=torch.Generator().manual_seed(0))
+    emb(index).sum().backward()
+    assert emb.spec.dtype == torch.float64
+    assert emb.statistics()["workspace_bytes"] <= 3 << 19
+    with pytest.raises(TypeError, match=r"float32 or torch\.float64; got torch\.float16"):
+        emb.half()(index)
+
+
+@pytest.mark.parametrize("given", [[[1, 2]], None, np.zeros((2, 2), dtype=np.int64)])
+def test_what_is_no_tensor_is_refused_by_its_type(given):
+    emb = TTEmbeddingBag(100, 8, tt_ranks=2)
+    with pytest.raises(
+        TypeError, match=f"input must be a torch.Tensor; got {type(given).__name__}"
+    ):
+        emb(given)
 
 
 def test_directions_are_mixed_where_each_is_the_cheaper_for_some_rows():

@@ -113,6 +113,12 @@ class Direction:
         )
         self.product = q[0] * q[1] * r[1]  # numbers of a pair's product
 
+    def mirrored_bytes(self, item: int) -> int:
+        """Of the cores, and of their gradients, that last core first lie in another order."""
+        (p1, p2, p3), (q1, q2, q3), (r1, r2) = self.p, self.q, self.r
+        numbers = p1 * q1 * r1 + p2 * r1 * q2 * r2 + p3 * r2 * q3
+        return 2 * numbers * item if self.back else 0
+
     def cores(self, cores: list[Tensor]) -> list[Tensor]:
         """G1 [p1, q1, r1], G2 [p2, r1, q2, r2], G3 [p3, r2, q3] of this direction, contiguous."""
         found = cores
@@ -229,9 +235,12 @@ def _int32(count: int) -> Tensor:
     return torch.empty(max(count, 1), dtype=torch.int32)
 
 
-def sort_bytes(lookups: int, positions: bool) -> int:
-    """Bytes that sorting takes at the most, its results included."""
-    return lookups * (16 + 4 * (3 + positions)) + _counts_bytes(_most_sorters(lookups)) + 8
+def sort_bytes(spec: TTSpec, lookups: int, positions: bool) -> int:
+    """Bytes that `prepare` takes at the most, its results included."""
+    front, mixed = directions_of(spec)[0], len(spec.p) == 3
+    scratch = _prepare_scratch(front, mixed, lookups, _most_sorters(lookups))
+    # Entries and rows; i3 and pairs of all rows, then of those of each direction.
+    return scratch + 4 * lookups * (3 + positions + 4 + 5 * mixed) + 32
 
 
 def _most_sorters(lookups: int) -> int:
@@ -242,10 +251,13 @@ def _counts_bytes(threads: int) -> int:
     return max(3, threads) * SORT_COUNTS_BYTES
 
 
-def _count_bytes(front: Direction, mixed: bool) -> int:
-    """Of tt_count's scratch: three counts for each i2, its direction, flags for pairs."""
+def _prepare_scratch(front: Direction, mixed: bool, lookups: int, threads: int) -> int:
+    """Bytes of scratch: keys twice and counters; then three counts for each i2, its direction, and
+    flags for pairs.
+    """
     _, p2, p3 = front.p
-    return 32 * p2 + 8 + mixed * (p2 * p3 // 8 + 8)
+    counting = 32 * p2 + 8 + mixed * (p2 * p3 // 8 + 8)
+    return max(16 * lookups + _counts_bytes(threads), counting)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -292,8 +304,7 @@ def prepare(
     bag, rows = memory.data_ptr(), memory.data_ptr() + 4 * lookups
     start = rows + 4 * lookups
     at = start + 4 * (lookups + 1) if positions else None
-    sort_bytes = 16 * lookups + _counts_bytes(threads)
-    scratch_bytes = max(sort_bytes, _count_bytes(front, mixed))
+    scratch_bytes = _prepare_scratch(front, mixed, lookups, threads)
     scratch = SCRATCH.address(scratch_bytes)
     sizes = (c_int64 * 4)()
     place = ctypes.addressof(sizes)
@@ -342,7 +353,7 @@ def prepare(
                 directions[back], part_rows, part_pairs, arrays, ids, (start, bag, at), [of_part]
             )
     made.nbytes = memory.nbytes + sum(x.nbytes for part in made.parts for x in part.arrays)
-    made.peak_bytes = made.nbytes + scratch_bytes
+    made.peak_bytes = made.nbytes + scratch_bytes + (of_front.nbytes if back_rows else 0)
     return made
 
 
@@ -358,6 +369,7 @@ def chunk(prepared: Prepared, dtype: torch.dtype, available_bytes: int, backward
     for part in prepared.parts:
         direction = part.direction
         working = _working(direction, item)
+        mirrored = direction.mirrored_bytes(item)
         chunks = plan_chunks(
             uniques=part.uniques,
             pairs=part.pairs,
@@ -366,7 +378,7 @@ def chunk(prepared: Prepared, dtype: torch.dtype, available_bytes: int, backward
             scratch_bytes=working.thread,
             forward_bytes=working.forward,
             backward_bytes=working.backward,
-            available_bytes=left,
+            available_bytes=left - mirrored,
             threads=torch.get_num_threads(),
             backward=backward,
         )
@@ -386,9 +398,9 @@ def smallest_bytes(spec: TTSpec, direction: Direction, lookups: int, positions: 
         working.forward(LEAST_ROWS, LEAST_PAIRS + 2 * LEAST_ROWS, False, 1),
         working.backward(LEAST_PAIRS, False, 1, 1),
     )
-    after_sort = max(_count_bytes(direction, len(spec.p) == 3), most * 4 // 3)
     arrays = lookups * 4 * (8 + positions)
-    return max(sort_bytes(lookups, positions), arrays + after_sort) + 4096
+    mirrored = directions_of(spec)[1].mirrored_bytes(spec.dtype.itemsize)
+    return max(sort_bytes(spec, lookups, positions), arrays + mirrored + most * 4 // 3) + 4096
 
 
 def forward(
@@ -418,7 +430,7 @@ def forward(
         working = _working(part.direction, dtype.itemsize)
         nbytes = working.forward(*sizes, chunks.keep, chunks.threads)
         held += kept[-1].nbytes if kept[-1] is not None else 0
-        mirrored = sum(core.nbytes for core in found) if part.direction.back else 0
+        mirrored = part.direction.mirrored_bytes(dtype.itemsize) // 2
         prepared.peak_bytes = max(prepared.peak_bytes, held + nbytes + mirrored)
         run(
             *(shape, ctypes.byref(part.batch), *(core.data_ptr() for core in found)),
@@ -479,13 +491,13 @@ def backward(
         nbytes = _working(part.direction, dtype.itemsize).backward(
             chunks.backward_pairs, chunks.keep, chunks.slots, chunks.threads
         )
-        gradients, mirrored = found, 0
+        gradients = found
+        mirrored = part.direction.mirrored_bytes(dtype.itemsize)
         if part.direction.back:
             gradients = [
                 None if target is None else torch.zeros_like(core)
                 for target, core in zip(found[::-1], of_part, strict=True)
             ]
-            mirrored = 2 * sum(core.nbytes for core in of_part)
         prepared.peak_bytes = max(prepared.peak_bytes, held + nbytes + mirrored)
         pointers = (c_void_p * 3)(*(core.data_ptr() for core in of_part))
         targets = (c_void_p * 3)(*map(_address, gradients))
@@ -603,12 +615,13 @@ class CpuCall:
             held += sizes.keep * part.pairs * part.direction.product * item
             rows = (sizes.forward_rows, sizes.forward_pairs)
             working = _working(part.direction, item)
+            mirrored = part.direction.mirrored_bytes(item)
             most = max(
-                working.forward(*rows, sizes.keep, sizes.threads),
-                working.backward(sizes.backward_pairs, sizes.keep, sizes.slots, sizes.threads),
+                working.forward(*rows, sizes.keep, sizes.threads) + mirrored // 2,
+                working.backward(sizes.backward_pairs, sizes.keep, sizes.slots, sizes.threads)
+                + mirrored,
             )
-            mirrored = self.spec.bytes if part.direction.back else 0
-            peak = max(peak, held + most + mirrored)
+            peak = max(peak, held + most)
             count += int(lib.tt_chunks(ctypes.byref(part.batch), *rows))
         return count, peak
 

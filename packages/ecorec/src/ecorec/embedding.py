@@ -178,6 +178,7 @@ class TTTable(nn.Module):
             bags = len(input)
         lookups = Lookups(flat, edges, bags, bag_size, padding_idx, mode, self.scale_grad_by_freq)
         cores = list(self.cores)
+        spec = self._spec_now(cores[0].dtype)
         fused = self.fused_optimizer
         learns = torch.is_grad_enabled() and any(core.requires_grad for core in cores)
         ticket = None
@@ -190,14 +191,25 @@ class TTTable(nn.Module):
             learns or (weights is not None and weights.requires_grad)
         )
         call = backend.start(
-            self.backend, self.spec, cores, lookups, weights, needs_graph, self.max_workspace_bytes
+            self.backend, spec, cores, lookups, weights, needs_graph, self.max_workspace_bytes
         )
         self._statistics = call.statistics
         if not needs_graph:
             return call.forward([core.detach() for core in cores], weights)
         return _apply(call, ticket, weights, *cores)
 
+    def _spec_now(self, dtype: torch.dtype) -> TTSpec:
+        """The spec with the cores' dtype, which `double()` and `load_state_dict` may change.
+
+        Raises TypeError when it has become one that cores cannot have.
+        """
+        if dtype is not self.spec.dtype:
+            self.spec = replace(self.spec, dtype=dtype)
+        return self.spec
+
     def _check_integers(self, name: str, tensor: Tensor) -> None:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor; got {type(tensor).__name__}")
         if tensor.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"{name} must be int32 or int64; got {tensor.dtype}")
         self._check_device(name, tensor)
@@ -366,6 +378,7 @@ class TTEmbeddingBag(TTTable):
         Cost: one sort of V indices, 2 q1 q2 r1 r2 FLOPs a front pair, 2 D r2 a different row, V * D
         additions; three times that in the backward. On a GPU the checks wait for the indices.
         """
+        self._check_integers("input", input)
         weights = self._checked_weights(input, per_sample_weights)
         edges = self._checked_edges(input, offsets)
         bag_size = input.shape[1] if input.ndim == 2 else 0
@@ -385,14 +398,15 @@ class TTEmbeddingBag(TTTable):
         Raises:
             IndexError, TypeError, ValueError: as in `forward`.
         """
+        self._check_integers("input", input)
         edges = self._checked_edges(input, offsets)
         bag_size = input.shape[1] if input.ndim == 2 else 0
         flat = input.reshape(-1)
         bags = len(edges) - 1 if edges is not None else len(input)
         lookups = Lookups(flat, edges, bags, bag_size, self.padding_idx, self.mode, False)
-        return backend.plan(
-            self.backend, self.spec, list(self.cores), lookups, self.max_workspace_bytes, exact
-        )
+        cores = list(self.cores)
+        spec = self._spec_now(cores[0].dtype)
+        return backend.plan(self.backend, spec, cores, lookups, self.max_workspace_bytes, exact)
 
     def extra_repr(self) -> str:
         """What nn.Module prints: sizes, shape, padding, mode."""
@@ -400,7 +414,6 @@ class TTEmbeddingBag(TTTable):
 
     def _checked_edges(self, input: Tensor, offsets: Tensor | None) -> Tensor | None:
         """The [B + 1] edges of the bags; None for a 2-D input."""
-        self._check_integers("input", input)
         if input.ndim == 2:
             if offsets is not None:
                 raise ValueError(

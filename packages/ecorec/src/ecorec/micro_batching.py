@@ -84,32 +84,39 @@ def plan_chunks(
     for_threads = max(scratch_bytes, available_bytes // 4)
     threads = max(1, min(threads, for_threads // scratch_bytes))
     room = available_bytes - for_threads
-    keep = backward and pairs * product_bytes <= room // 2
-    left = room - keep * (pairs * product_bytes + 64)
+    kept_bytes = pairs * product_bytes + 64
+    lines = max(last_lines, 1)
+    most_slots = min(MOST_SLOTS, uniques // (ROWS_PER_SLOT * lines))
+    most_slots = max(most_slots, 1 + (uniques >= ROWS_PER_SLOT * lines))
+    cached = max(LEAST_PAIRS, BACKWARD_BYTES // product_bytes)
     pairs_a_row = pairs / max(uniques, 1)
 
     def pairs_of(rows: int) -> int:
         return max(LEAST_PAIRS, int(2 * rows * pairs_a_row))
 
-    rows = largest(lambda n: forward_bytes(n, pairs_of(n), keep) <= left, LEAST_ROWS, FORWARD_ROWS)
-    lines = max(last_lines, 1)
-    slots = min(MOST_SLOTS, uniques // (ROWS_PER_SLOT * lines))
-    slots = max(slots, 1 + (uniques >= ROWS_PER_SLOT * lines))
-    while slots > 1 and backward_bytes(LEAST_PAIRS, keep, slots) > left // 2:
-        slots -= 1
-    cached = max(LEAST_PAIRS, BACKWARD_BYTES // product_bytes)
-    most = largest(
-        lambda n: backward_bytes(n, keep, slots) <= left,
-        LEAST_PAIRS,
-        max(min(pairs, cached), LEAST_PAIRS),
-    )
-    if rows < LEAST_ROWS or (backward and most < LEAST_PAIRS):
-        return None
-    return Chunks(
-        forward_rows=rows,
-        forward_pairs=pairs_of(rows),
-        backward_pairs=evenly(pairs, most) if pairs else LEAST_PAIRS,
-        slots=slots,
-        keep=keep,
-        threads=threads,
-    )
+    def fitted(keep: bool) -> Chunks | None:
+        left = room - keep * kept_bytes
+        rows = largest(
+            lambda n: forward_bytes(n, pairs_of(n), keep) <= left, LEAST_ROWS, FORWARD_ROWS
+        )
+        slots = most_slots
+        while slots > 1 and backward_bytes(LEAST_PAIRS, keep, slots) > left // 2:
+            slots -= 1
+        most = largest(
+            lambda n: backward_bytes(n, keep, slots) <= left,
+            LEAST_PAIRS,
+            max(min(pairs, cached), LEAST_PAIRS),
+        )
+        if rows < LEAST_ROWS or (backward and most < LEAST_PAIRS):
+            return None
+        return Chunks(
+            forward_rows=rows,
+            forward_pairs=pairs_of(rows),
+            backward_pairs=evenly(pairs, most) if pairs else LEAST_PAIRS,
+            slots=slots,
+            keep=keep,
+            threads=threads,
+        )
+
+    with_products = fitted(True) if backward and kept_bytes <= room // 2 else None
+    return with_products or fitted(False)
