@@ -1,5 +1,6 @@
 import copy
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -7,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ecorec import TTEmbeddingBag, TTSpec, reference
+from ecorec import TTEmbedding, TTEmbeddingBag, TTSpec, reference
 from ecorec.shapes import default_spec
 
 pytestmark = pytest.mark.filterwarnings(
@@ -355,3 +356,17 @@ def test_cores_that_are_not_smaller_than_the_table_are_told_with_both_sizes():
 
 def test_a_negative_padding_index_counts_from_the_end():
     assert make(padding_idx=-1).padding_idx == 59
+
+
+def test_warnings_show_the_line_that_called():
+    weight = torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
+    for call in (
+        lambda: TTEmbeddingBag(40, 8, tt_ranks=8),
+        lambda: TTEmbedding(40, 8, tt_ranks=8),
+        lambda: TTEmbeddingBag.from_dense(weight, rank=8),
+        lambda: TTSpec(40, 8, (5, 8), (2, 4), (500,)),
+        lambda: replace(TTSpec(40, 8, (5, 8), (2, 4), (2,)), ranks=(500,)),
+    ):
+        with pytest.warns(UserWarning, match="limits|the cores take") as told:
+            call()
+        assert {warning.filename for warning in told} == {__file__}

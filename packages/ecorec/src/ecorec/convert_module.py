@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .embedding import TTEmbedding, TTEmbeddingBag, TTTable
-from .shapes import TTSpec, check_dtype, check_positive, default_spec
+from .shapes import TTSpec, callers_level, check_dtype, check_positive, default_spec
 from .tt_svd import decompose, largest_spec
 
 INITS = ("match", "from_dense")
@@ -223,7 +223,7 @@ def _plan(weight: Tensor, rank: int | None, max_bytes: int | None, init: str) ->
         if spec.bytes >= weight.nbytes:
             return _Plan(f"its cores would take {spec.bytes:,} bytes")
         for warning in clipped if rank is not None else ():  # of a rank that was asked for
-            warnings.warn(warning.message, stacklevel=3)
+            warnings.warn(warning.message, stacklevel=callers_level())
     elif weight.nbytes <= max_bytes:
         return _Plan("it takes no more than max_bytes")
     else:

@@ -16,7 +16,7 @@ from .contraction import BatchPlan
 from .fused_optimizer import FusedOptimizer, Ticket
 from .initialisers import INITIALISERS, Initialiser
 from .shape_search import suggest
-from .shapes import TTSpec, check_dtype
+from .shapes import TTSpec, callers_level, check_dtype
 from .tt_svd import ErrorReport, decompose
 
 MODES = ("sum", "mean", "max")
@@ -78,7 +78,7 @@ class TTTable(nn.Module):
             warnings.warn(
                 f"the cores take {spec.bytes:,} bytes, the dense table would take "
                 f"{spec.dense_bytes:,}: lower the ranks, or use nn.EmbeddingBag",
-                stacklevel=3,
+                stacklevel=callers_level(),
             )
         self.spec = spec
         self.num_embeddings = num_embeddings

@@ -1,6 +1,7 @@
 """The shape of a tensor-train table: factors of its rows, factors of its columns, ranks."""
 
 import math
+import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ class TTSpec:
             warnings.warn(
                 f"ranks {self.ranks} are above the limits {possible} of p = {self.p}, "
                 f"q = {self.q}; using {clipped}",
-                stacklevel=3,
+                stacklevel=callers_level(),
             )
             object.__setattr__(self, "ranks", clipped)
 
@@ -261,6 +262,16 @@ def check_dtype(dtype: torch.dtype) -> None:
     """Raises TypeError when cores cannot have this dtype."""
     if dtype not in DTYPES:
         raise TypeError(f"dtype must be torch.float32 or torch.float64; got {dtype}")
+
+
+def callers_level() -> int:
+    """The `stacklevel` of a warning that shows the line which called into this package."""
+    # `dataclasses.replace` makes specs, too, and `no_grad` wraps what does.
+    inside = (__name__.split(".")[0], "dataclasses", "torch.utils._contextlib")
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(inside):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def padded(columns: Number) -> Number:
