@@ -1,0 +1,1 @@
+"""Triton kernels, one file each; they import triton only."""
