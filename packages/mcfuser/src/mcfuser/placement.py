@@ -15,6 +15,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -115,7 +116,7 @@ class Placed:
 
     def statements(self) -> Iterator[tuple[Statement, tuple[str, ...]]]:
         """Each statement with the letters of the loops around it inside a block, outermost first."""
-        yield from _statements(self.body, ())
+        yield from statements(self.body)
 
     def execute(self, *tensors: Tensor) -> tuple[Tensor, dict[str, int]]:
         """The result in float64, tile by tile as placed, and the elements that were moved.
@@ -190,14 +191,21 @@ def place(
         for letter, number in numbers.items():
             if number < 1:
                 raise ValueError(f"{name} must be at least 1; got {letter}: {number}")
-    live = {x for x in letters if sizes[x] > tiles[x]}
+    live = frozenset(x for x in letters if sizes[x] > tiles[x])
+    return Placed(chain, dict(sizes), expression, tiles, dtype, *structure(chain, expression, live))
+
+
+@lru_cache(maxsize=4096)
+def structure(
+    chain: Chain, expression: str, live: frozenset[str]
+) -> tuple[str, tuple[PlacedLoop | Statement, ...]]:
+    """(loops of the grid, body of a block) where the loops over `live` letters have several turns."""
     forest = sub_tiling(expression, chain)
     body: list[PlacedLoop | Statement] = []
     for number, contraction in enumerate(chain.contractions):
         path = _path(forest, contraction, alone=number > 0)
         _add(body, [x for x in path if x in live], chain, contraction)
-    bound = "".join(x for x in grid(expression, chain) if x in live)
-    return Placed(chain, dict(sizes), expression, tiles, dtype, bound, tuple(body))
+    return "".join(x for x in grid(expression, chain) if x in live), tuple(body)
 
 
 def _path(forest: tuple[Loop, ...], contraction: Contraction, alone: bool) -> list[str]:
@@ -243,15 +251,16 @@ def _add(
         bodies[depth].append(Statement("S", contraction.output))
 
 
-def _statements(
+def statements(
     body: "list[PlacedLoop | Statement] | tuple[PlacedLoop | Statement, ...]",
-    around: tuple[str, ...],
+    around: tuple[str, ...] = (),
 ) -> Iterator[tuple[Statement, tuple[str, ...]]]:
+    """Each statement of a block with the letters of the loops around it, outermost first."""
     for item in body:
         if isinstance(item, Statement):
             yield item, around
         else:
-            yield from _statements(item.body, (*around, item.letter))
+            yield from statements(item.body, (*around, item.letter))
 
 
 class _Run:
