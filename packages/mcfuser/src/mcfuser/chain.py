@@ -17,7 +17,7 @@ _MOST_CONTRACTIONS = 2
 
 @dataclass(frozen=True)
 class Contraction:
-    """One matrix product, batched: `output` [*, x, y] = sum over r of left [*, x, r] right [*, r, y].
+    """One batched matrix product: output [*, x, y] = sum over r of left [*, x, r] right [*, r, y].
 
     names: of left, right and output. letters: of each. stages: words for what happens to the output
     before it is used.

@@ -103,9 +103,7 @@ def _product(numbers: Mapping[str, Numbers | int], letters: object) -> Numbers |
     return product
 
 
-def gpu_seconds(
-    found: Work, profile: HardwareProfile, dtype: torch.dtype
-) -> NDArray[np.float64]:
+def gpu_seconds(found: Work, profile: HardwareProfile, dtype: torch.dtype) -> NDArray[np.float64]:
     """Seconds of each candidate on a GPU, by the paper's model."""
     name = str(dtype).removeprefix("torch.")
     bandwidth = profile.rate("memory", float(found.moved.max(initial=1)) * dtype.itemsize)

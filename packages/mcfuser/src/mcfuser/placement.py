@@ -13,7 +13,7 @@ of what the paper prunes as overwhelming intermediates.
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -30,7 +30,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Statement:
-    """L_X loads a tile of an input, C_X adds to a tile of a product, S_X stores one of the result."""
+    """L_X loads a tile of an input, C_X adds to a tile of a product, S_X stores what is finished."""
 
     kind: str
     operand: str
@@ -85,7 +85,7 @@ class Placed:
         }
 
     def flops(self) -> int:
-        """Multiplications and additions of all products, recomputed ones too, tiles counted whole."""
+        """FLOPs of all products, recomputed ones each time, tiles counted whole."""
         total = 0
         for s, around in self.statements():
             if s.kind == "C":
@@ -115,7 +115,7 @@ class Placed:
         )
 
     def statements(self) -> Iterator[tuple[Statement, tuple[str, ...]]]:
-        """Each statement with the letters of the loops around it inside a block, outermost first."""
+        """Each statement with the letters of the loops around it in a block, outermost first."""
         yield from statements(self.body)
 
     def execute(self, *tensors: Tensor) -> tuple[Tensor, dict[str, int]]:
@@ -133,7 +133,9 @@ class Placed:
         """
         sizes = self.chain.sizes([t.shape for t in tensors])
         if sizes != dict(self.sizes):
-            raise ValueError(f"sizes must be those that were placed, {dict(self.sizes)}; got {sizes}")
+            raise ValueError(
+                f"sizes must be those that were placed, {dict(self.sizes)}; got {sizes}"
+            )
         run = _Run(self, dict(zip(self.chain.operands, tensors, strict=True)))
         return run.result(), run.counted
 
@@ -199,7 +201,7 @@ def place(
 def structure(
     chain: Chain, expression: str, live: frozenset[str]
 ) -> tuple[str, tuple[PlacedLoop | Statement, ...]]:
-    """(loops of the grid, body of a block) where the loops over `live` letters have several turns."""
+    """(loops of the grid, body of a block) where loops over `live` letters have several turns."""
     forest = sub_tiling(expression, chain)
     body: list[PlacedLoop | Statement] = []
     for number, contraction in enumerate(chain.contractions):
@@ -252,7 +254,7 @@ def _add(
 
 
 def statements(
-    body: "list[PlacedLoop | Statement] | tuple[PlacedLoop | Statement, ...]",
+    body: "Sequence[PlacedLoop | Statement]",
     around: tuple[str, ...] = (),
 ) -> Iterator[tuple[Statement, tuple[str, ...]]]:
     """Each statement of a block with the letters of the loops around it, outermost first."""
@@ -282,9 +284,13 @@ class _Run:
             self.products: dict[tuple[str, tuple[int, ...]], Tensor] = {}
             self.running: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
             self._run(placed.body)
-        return self.out[tuple(slice(placed.sizes[x]) for x in self.chain.indices(self.chain.output))]
+        return self.out[
+            tuple(slice(placed.sizes[x]) for x in self.chain.indices(self.chain.output))
+        ]
 
-    def _run(self, body: "list[PlacedLoop | Statement] | tuple[PlacedLoop | Statement, ...]") -> None:
+    def _run(
+        self, body: "list[PlacedLoop | Statement] | tuple[PlacedLoop | Statement, ...]"
+    ) -> None:
         for item in body:
             if isinstance(item, PlacedLoop):
                 for turn in range(self.placed.extent(item.letter)):
@@ -338,7 +344,7 @@ class _Run:
     def _left(
         self, contraction: Contraction, first: bool, key: tuple[str, tuple[int, ...]]
     ) -> "Tensor | tuple[Tensor, Tensor]":
-        """The left operand, its stage applied; for a softmax also by what the sum so far shrinks."""
+        """The left operand after its stage; for a softmax, also what the sum so far shrinks by."""
         if contraction.left in self.chain.operands:
             return self.tiles[contraction.left]
         value = self.products[self._key(contraction.left)]

@@ -185,5 +185,7 @@ def space(
     profile_of(device)
     letters = chain.batch + chain.loops
     if set(sizes) != set(letters) or min(sizes.values()) < 1:
-        raise ValueError(f"sizes must have {', '.join(letters)}, each at least 1; got {dict(sizes)}")
+        raise ValueError(
+            f"sizes must have {', '.join(letters)}, each at least 1; got {dict(sizes)}"
+        )
     return Space(chain, dict(sizes), device, dtype)

@@ -1,5 +1,7 @@
 """What a chain means, in plain torch: the oracle of every backend, and the unfused path."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -7,7 +9,7 @@ from torch import Tensor
 from .chain import Chain
 from .chain import chain as parse_chain
 
-_POINTWISE = {
+_POINTWISE: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": torch.relu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),

@@ -50,9 +50,7 @@ def parse(text: str, chain: Chain) -> tuple[Loop, ...]:
         ValueError: it is not one of the chain's; lists those.
     """
     if text not in expressions(chain):
-        raise ValueError(
-            f"expression must be one of {', '.join(expressions(chain))}; got {text!r}"
-        )
+        raise ValueError(f"expression must be one of {', '.join(expressions(chain))}; got {text!r}")
     return _parse(text)
 
 

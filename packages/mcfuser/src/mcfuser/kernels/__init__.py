@@ -1,1 +1,0 @@
-"""Triton kernels, one file each; they import triton only."""
