@@ -30,7 +30,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Statement:
-    """L_X loads a tile of an input, C_X adds to a tile of a product, S_X stores what is finished."""
+    """L_X loads a tile of an input, C_X adds to a tile of a product, S_X stores finished tiles."""
 
     kind: str
     operand: str
