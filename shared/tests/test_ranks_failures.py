@@ -510,3 +510,21 @@ def test_a_rank_is_silent_once_its_beats_stop(monkeypatch):
     del other
     time.sleep(0.1)
     assert not [t for t in threading.enumerate() if "_keep_beating" in t.name]
+
+
+def test_of_ranks_that_went_silent_the_first_one_is_named_first(monkeypatch):
+    monkeypatch.setattr(Heartbeats, "BEAT_S", 0.02)
+    monkeypatch.setattr(Heartbeats, "SILENT_S", 0.4)
+    store = Counters()
+    beats = {r: Heartbeats(store, r, [x for x in range(3) if x != r]) for r in range(3)}
+    time.sleep(0.1)
+    del beats[1]
+    time.sleep(0.3)
+    del beats[0]  # as a rank does that has noticed
+    time.sleep(0.3)
+    # Nobody has listened so far, so the silence of both counts from here on.
+    assert beats[2].silent() == []
+    deadline = time.monotonic() + 5
+    while len(beats[2].silent()) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert beats[2].silent() == [1, 0]

@@ -61,3 +61,16 @@ def test_a_wrong_file_or_argument_is_named_and_nothing_is_written(
     with pytest.raises(error, match=message):
         convert_rows(tmp_path / name, tmp_path / "tt.pt", **options)
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_what_cannot_be_converted_is_told_before_the_work(tmp_path):
+    table = tmp_path / "half.npy"
+    np.save(table, np.zeros((100, 8), dtype=np.float16))
+    with pytest.raises(ValueError, match=r"float32 or float64; half\.npy is torch\.float16"):
+        convert_rows(table, tmp_path / "out.pt", rank=2)
+    with pytest.raises(FileNotFoundError, match="output must be in a folder that exists"):
+        convert_rows(table, tmp_path / "nowhere" / "out.pt", rank=2)
+    noise = np.random.default_rng(0).standard_normal((100, 8), dtype=np.float32)
+    np.save(table, noise)
+    with pytest.warns(UserWarning, match="allow a larger error, or keep the table"):
+        convert_rows(table, tmp_path / "out.pt", rel_error=0.001)

@@ -188,7 +188,7 @@ class TorchCall:
             "backend": name,
             "workspace_bytes": None,
             "chunks": 1,
-            "flops": 0,
+            "flops": None,
         }
         self._graph: tuple[list[Tensor], Tensor | None, Tensor] | None = None
 

@@ -77,11 +77,11 @@ def step(
     from .step_benchmark import step_rows
 
     with experiment.user_errors():
-        found = step_rows(
+        found = list(step_rows(
             rows=rows, dim=dim, rank=rank, batch=batch, pooling=pooling, zipf=zipf,
             threads=threads, peers=[peer.strip() for peer in peers.split(",")], rounds=rounds,
-        )  # fmt: skip
-    _show("a training step", list(found), json)
+        ))  # fmt: skip
+    _show("a training step", found, json)
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 import io
 import pickle
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from septet_shared.profiling import bench_row
 
+from .shapes import DTYPES, callers_level
 from .tt_svd import decompose
 
 
@@ -34,16 +36,28 @@ def convert_rows(
         rank, max_bytes, rel_error: one of them, as in TTEmbeddingBag.from_dense.
 
     Raises:
-        FileNotFoundError: no such file. ValueError: a file of another kind, no such key, not a
-            table; what from_dense raises. TypeError: another dtype.
+        FileNotFoundError: no such file, or no folder for the output. ValueError: a file of another
+            kind, no such key, not a table, another dtype; what from_dense raises.
+
+    Warns when the cores are not smaller than the table.
     """
+    target = Path(output)
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"output must be in a folder that exists; got {target}")
     weight = _read(Path(table), key)
+    if weight.dtype not in DTYPES:
+        raise ValueError(f"table must be float32 or float64; {Path(table).name} is {weight.dtype}")
     spec, cores, report = decompose(weight, rank=rank, max_bytes=max_bytes, rel_error=rel_error)
     shape = {name: value for name, value in asdict(spec).items() if name != "dtype"}
     content = {f"cores.{k}": core for k, core in enumerate(cores)} | {"spec": shape}
     buffer = io.BytesIO()
     torch.save(content, buffer)
-    target = Path(output)
+    if report.bytes >= weight.nbytes:
+        warnings.warn(
+            f"the cores take {report.bytes:,} bytes, the table {weight.nbytes:,}: allow a larger "
+            "error, or keep the table",
+            stacklevel=callers_level(),
+        )
     unfinished = target.with_name(f".{target.name}.unfinished")
     try:
         unfinished.write_bytes(buffer.getvalue())

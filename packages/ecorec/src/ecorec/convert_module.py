@@ -229,6 +229,8 @@ def _plan(weight: Tensor, rank: int | None, max_bytes: int | None, init: str) ->
     else:
         spec = largest_spec(N, D, max_bytes, weight.dtype)
     if init == "match":
+        if weight.is_meta:
+            raise ValueError("weight must have numbers; it is on the meta device")
         std = float(weight.detach().std(correction=0))
         if not math.isfinite(std):
             raise ValueError("weight must be finite; got a NaN or an infinity in it")

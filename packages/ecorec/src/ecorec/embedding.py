@@ -102,6 +102,39 @@ class TTTable(nn.Module):
     def _check_backend(self) -> None:
         backend.check(self.backend, self.spec, "sum", self.max_workspace_bytes)
 
+    @classmethod
+    def from_dense(
+        cls,
+        weight: Tensor,
+        *,
+        spec: TTSpec | None = None,
+        rank: int | None = None,
+        max_bytes: int | None = None,
+        rel_error: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Self, ErrorReport]:
+        """A table near a dense one, and how near: TT-SVD.
+
+        Args:
+            weight: [N, D]; never copied whole.
+            spec, rank, max_bytes, rel_error: one of them, as in `tt_svd.decompose`.
+            kwargs: of the constructor.
+
+        Raises:
+            ValueError: none or several of the four are given, or one is out of range.
+
+        Cost: of `tt_svd.decompose`.
+        """
+        found, cores, report = decompose(
+            weight, spec=spec, rank=rank, max_bytes=max_bytes, rel_error=rel_error
+        )
+        kwargs.setdefault("device", weight.device)
+
+        def given(*_: Any, device: torch.device | str | None, **__: Any) -> list[Tensor]:
+            return [core.to(device) for core in cores]
+
+        return cls(*weight.shape, spec=found, init=given, **kwargs), report
+
     def lookup(self, indices: Tensor) -> Tensor:
         """Rows [*, D] of the table for `indices` of any shape, int32 or int64 in [0, N).
 
@@ -135,7 +168,7 @@ class TTTable(nn.Module):
 
         Keys: backend; flops (of the forward's products, those of cut pairs included); chunks (of
         the forward); workspace_bytes (most at one time, beside output, saved inputs and gradients
-        of cores; of "cpu" and "triton", else None).
+        of cores). flops and workspace_bytes are counted on "cpu" and "triton", and None elsewhere.
         """
         return dict(self._statistics)
 
@@ -313,39 +346,6 @@ class TTEmbeddingBag(TTTable):
         self.mode = mode
         self.include_last_offset = include_last_offset
         super().__init__(num_embeddings, embedding_dim, **kwargs)
-
-    @classmethod
-    def from_dense(
-        cls,
-        weight: Tensor,
-        *,
-        spec: TTSpec | None = None,
-        rank: int | None = None,
-        max_bytes: int | None = None,
-        rel_error: float | None = None,
-        **kwargs: Any,
-    ) -> tuple[Self, ErrorReport]:
-        """A table near a dense one, and how near: TT-SVD.
-
-        Args:
-            weight: [N, D]; never copied whole.
-            spec, rank, max_bytes, rel_error: one of them, as in `tt_svd.decompose`.
-            kwargs: of the constructor.
-
-        Raises:
-            ValueError: none or several of the four are given, or one is out of range.
-
-        Cost: of `tt_svd.decompose`.
-        """
-        found, cores, report = decompose(
-            weight, spec=spec, rank=rank, max_bytes=max_bytes, rel_error=rel_error
-        )
-        kwargs.setdefault("device", weight.device)
-
-        def given(*_: Any, device: torch.device | str | None, **__: Any) -> list[Tensor]:
-            return [core.to(device) for core in cores]
-
-        return cls(*weight.shape, spec=found, init=given, **kwargs), report
 
     def _check_backend(self) -> None:
         backend.check(self.backend, self.spec, self.mode, self.max_workspace_bytes)

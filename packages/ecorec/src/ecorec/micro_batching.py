@@ -1,15 +1,18 @@
 """How a batch is cut so that what it needs for a while stays within `max_workspace_bytes`.
 
 The different rows of a batch are sorted, so the rows of one front pair lie together: cut into
-contiguous chunks, at most one pair a boundary is multiplied twice. Sizes depend on the batch and
-on the bytes allowed, never on the number of threads.
+contiguous chunks, at most one pair a boundary is multiplied twice. Sizes that gradients depend on
+come from the batch and the bytes allowed, never from the number of threads.
 Source: EcoRec, SC 2024 (micro-batching on sorted indices).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-FORWARD_ROWS = 4096  # rows of a forward chunk: what a core's own cache holds
+# Rows of a forward chunk: of one thread what its cache holds; of several as many as there is room
+# for, since they meet four times a chunk, and where another process has one of their cores each
+# meeting waits for the scheduler.
+FORWARD_ROWS, SHARED_ROWS = 4096, 1 << 20
 BACKWARD_BYTES = 1 << 20  # of a backward chunk's product gradients: what a core's own cache holds
 # A slot of gradients for the last core is cleared and summed up: worth it from so many rows a line
 # on, and the second, without which one thread would work alone, from half of them.
@@ -97,7 +100,9 @@ def plan_chunks(
     def fitted(keep: bool) -> Chunks | None:
         left = room - keep * kept_bytes
         rows = largest(
-            lambda n: forward_bytes(n, pairs_of(n), keep) <= left, LEAST_ROWS, FORWARD_ROWS
+            lambda n: forward_bytes(n, pairs_of(n), keep) <= left,
+            LEAST_ROWS,
+            FORWARD_ROWS if threads == 1 else max(LEAST_ROWS, min(uniques, SHARED_ROWS)),
         )
         slots = most_slots
         while slots > 1 and backward_bytes(LEAST_PAIRS, keep, slots) > left // 2:

@@ -52,7 +52,7 @@ def step_rows(
         rounds: interleaved, after two that are not measured.
 
     Raises:
-        ValueError: an unknown peer, or a number below 1; before anything is allocated.
+        ValueError: an unknown peer, a number below 1, or one round; before anything is allocated.
     """
     for peer in peers:
         if peer not in PEERS:
@@ -61,6 +61,8 @@ def step_rows(
     for name, number in {**sizes, "threads": threads, "rounds": rounds}.items():
         if number < 1:
             raise ValueError(f"{name} must be at least 1; got {number}")
+    if rounds < 2:
+        raise ValueError(f"rounds must be at least 2; got {rounds}")
     return _Benchmark(rows, dim, rank, batch, pooling, zipf, threads, rounds).rows(peers)
 
 

@@ -121,7 +121,8 @@ class Heartbeats:
         self._wake.set()
 
     def silent(self) -> list[int]:
-        """Remote ranks that have gone silent. Costs nothing: what the thread has seen.
+        """Remote ranks that have gone silent, the first one first: others end because of it. Costs
+        nothing: what the thread has seen.
 
         Raises:
             RuntimeError: the store itself does not answer.
@@ -133,9 +134,9 @@ class Heartbeats:
         self._asked = now
         if now - max(self._answered, self._since) > self.SILENT_S:
             raise RuntimeError(f"it has not answered for {now - self._answered:.1f} s")
-        return [
-            r for r, (_, at) in self._seen.items() if now - max(at, self._since) > self.SILENT_S
-        ]
+        heard = {r: at for r, (_, at) in self._seen.items()}
+        lost = [r for r, at in heard.items() if now - max(at, self._since) > self.SILENT_S]
+        return sorted(lost, key=heard.__getitem__)
 
     def behind(self, meeting: int) -> list[int]:
         """Remote ranks whose latest beat says that they have not come to this meeting."""

@@ -298,6 +298,7 @@ class Session:
             raise self._lost(r, why, op, waited_s)
 
     def _lost_ranks(self, among: Iterable[int]) -> list[tuple[int, str]]:
+        """Ranks and why; those of this host first, then others as they went silent."""
         silent = self._heartbeats.silent() if self._heartbeats else []
         found = []
         for r in among:
@@ -308,7 +309,7 @@ class Session:
                 found.append((r, f"process {peer.pid} has ended"))
             elif r in silent:
                 found.append((r, "its process no longer answers"))
-        return found
+        return sorted(found, key=lambda one: silent.index(one[0]) if one[0] in silent else -1)
 
     def _lost(self, rank: int, why: str, op: str, waited_s: float) -> PeerLost:
         message = f"{op}: lost rank {rank} ({why}) after rank {self.rank} waited {waited_s:.1f} s"
