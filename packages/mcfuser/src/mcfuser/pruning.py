@@ -78,16 +78,24 @@ class Space:
         """Sub-tiling expressions that no rule drops."""
         return tuple(self._survivors)
 
-    def candidates(self) -> Iterator[Candidate]:
-        """Those that no rule drops, with the model's time."""
-        profile = profile_of(self.device)
+    def scored(self) -> dict[str, tuple[dict[str, Numbers], NDArray[np.float64]]]:
+        """For each expression, of the candidates that no rule drops: tiles of each letter [C], and
+        the model's seconds [C].
+
+        Cost: a few vector operations; 7 ms for 12,000 candidates.
+        """
+        profile, found = profile_of(self.device), {}
         for form, (_, fits) in self._survivors.items():
-            tiles = {x: t[fits] for x, t in self._tiles.items()}
-            if not fits.any():
-                continue
-            expression = self._kernels[form]
-            found = work(self.chain, self.sizes, expression, tiles)
-            seconds = gpu_seconds(found, profile, self.dtype)
+            if fits.any():
+                tiles = {x: t[fits] for x, t in self._tiles.items()}
+                expression = self._kernels[form]
+                taken = work(self.chain, self.sizes, expression, tiles)
+                found[expression] = tiles, gpu_seconds(taken, profile, self.dtype)
+        return found
+
+    def candidates(self) -> Iterator[Candidate]:
+        """Those that no rule drops, with the model's time, one by one."""
+        for expression, (tiles, seconds) in self.scored().items():
             columns = [tiles[x].tolist() for x in self.chain.loops]
             for predicted_s, *chosen in zip(seconds.tolist(), *columns, strict=True):
                 made = dict(zip(self.chain.loops, chosen, strict=True))
