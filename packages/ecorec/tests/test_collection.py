@@ -471,3 +471,36 @@ def test_a_table_of_the_collection_is_a_bag_of_its_own():
     assert model.embedding_bags["places"].spec is TABLES[3].spec
     assert model.embedding_bags["words"].spec.ranks == (3, 2)
     assert isinstance(model.embedding_bags["days"], nn.EmbeddingBag)
+
+
+def test_lookups_say_what_they_are_and_go_to_a_device():
+    features = KeyedJaggedTensor(
+        ["a", "b"],
+        torch.tensor([7, 7, 1, 3]),
+        lengths=torch.tensor([2, 1, 1, 0]),
+        weights=torch.ones(4),
+    )
+    assert repr(features) == "KeyedJaggedTensor(2 samples, values {a: 3, b: 1}, weights)"
+    moved = features.to("meta")
+    assert (moved.keys(), moved.stride()) == (["a", "b"], 2)
+    tensors = (moved.values(), moved.lengths(), moved.offsets(), moved.weights_or_none())
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+    assert features.values().device.type == "cpu"
+
+
+def test_fused_optimisers_of_a_collection_are_there_for_schedulers():
+    collection = TTEmbeddingBagCollection(
+        [
+            TableConfig("tt", 100, 8, ["a"], rank=2),
+            TableConfig("dense", 100, 8, ["b"], kind="dense"),
+        ],
+        optimizer="sgd",
+        lr=0.5,
+    )
+    (optimizer,) = collection.fused_optimizers.values()
+    assert optimizer is collection.embedding_bags["tt"].fused_optimizer
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
+    features = KeyedJaggedTensor(["a", "b"], torch.tensor([1, 2]), lengths=torch.tensor([1, 1]))
+    collection(features).values().sum().backward()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)

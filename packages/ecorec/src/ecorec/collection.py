@@ -1,5 +1,6 @@
 """Many tables called at once: a batch of named features in, their pooled embeddings out."""
 
+import copy
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .embedding import TTEmbeddingBag
+from .fused_optimizer import FusedOptimizer
 from .shapes import TTSpec, check_dtype, check_positive
 
 POOLINGS = ("sum", "mean", "max")
@@ -166,6 +168,25 @@ class KeyedJaggedTensor:
         """B."""
         return len(self._lengths) // max(1, len(self._keys))
 
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "KeyedJaggedTensor":
+        """The same lookups on another device."""
+
+        def moved(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(device, non_blocking=non_blocking)
+
+        made = copy.copy(self)
+        made._values, made._lengths = moved(self._values), moved(self._lengths)  # type: ignore[assignment]
+        made._offsets, made._weights = moved(self._offsets), moved(self._weights)  # type: ignore[assignment]
+        return made
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(
+            f"{key}: {end - start}"
+            for key, start, end in zip(self._keys, self._bounds, self._bounds[1:], strict=False)
+        )
+        weights = "" if self._weights is None else ", weights"
+        return f"KeyedJaggedTensor({self.stride()} samples, values {{{sizes}}}{weights})"
+
 
 class KeyedTensor:
     """Pooled embeddings of B samples, the features side by side.
@@ -202,6 +223,12 @@ class KeyedTensor:
         return self.to_dict()[key]
 
 
+def fused_optimizers_of(bags: nn.ModuleDict) -> dict[str, FusedOptimizer]:
+    """The fused optimiser of each table that has one, by its name."""
+    found = {name: getattr(bag, "fused_optimizer", None) for name, bag in bags.items()}
+    return {name: optimizer for name, optimizer in found.items() if optimizer is not None}
+
+
 class TTEmbeddingBagCollection(nn.Module):
     """Tables of any mix of sizes, dims, poolings and kinds behind one call.
 
@@ -215,6 +242,7 @@ class TTEmbeddingBagCollection(nn.Module):
     Attributes:
         tables: the TableConfigs.
         embedding_bags: the modules by table name.
+        fused_optimizers: those of the tables that have one, by table name, for schedulers.
 
     Features of one table are looked up in one call, so their gradients are one sum, and a fused
     optimiser makes one update of it.
@@ -264,6 +292,11 @@ class TTEmbeddingBagCollection(nn.Module):
                     **kwargs,
                 )
             self.embedding_bags[table.name] = bag
+
+    @property
+    def fused_optimizers(self) -> dict[str, FusedOptimizer]:
+        """The optimisers in the backward, by table name; dense tables have none."""
+        return fused_optimizers_of(self.embedding_bags)
 
     def forward(self, features: Any) -> KeyedTensor:
         """Pooled embeddings of B samples, in the order of `tables` and their feature names.

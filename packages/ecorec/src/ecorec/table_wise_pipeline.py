@@ -26,9 +26,11 @@ from .collection import (
     as_batch,
     check_features,
     check_tensors,
+    fused_optimizers_of,
     lookups,
 )
 from .embedding import TTTable
+from .fused_optimizer import FusedOptimizer
 from .sharding_plan import Plan, simple_plan
 
 Counts = list[list[int]]  # of each rank, of each feature: how many values
@@ -76,6 +78,7 @@ class DistributedTTCollection(nn.Module):
         plan: the Plan.
         tables: the TableConfigs.
         embedding_bags: the modules that are on this rank, by table name.
+        fused_optimizers: those of them that have one, by table name, for schedulers.
         samples: [W] of each rank in the last batch.
 
     What each rank backpropagates is added up: divide a loss by the samples of all ranks, as
@@ -140,6 +143,11 @@ class DistributedTTCollection(nn.Module):
         self.samples: list[int] = []
 
     # ---- the batch ----
+
+    @property
+    def fused_optimizers(self) -> dict[str, FusedOptimizer]:
+        """The optimisers in the backward of this rank's tables, by table name."""
+        return fused_optimizers_of(self.embedding_bags)
 
     def start(self, features: Any) -> None:
         """Tells all ranks of a batch; the `forward` of this batch takes it over.
