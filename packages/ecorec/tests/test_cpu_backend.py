@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from ecorec import TTEmbeddingBag, TTSpec
 
@@ -166,6 +167,31 @@ def test_what_is_no_tensor_is_refused_by_its_type(given):
         TypeError, match=f"input must be a torch.Tensor; got {type(given).__name__}"
     ):
         emb(given)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.usefixtures("threads_restored")
+def test_a_large_batch_has_the_same_bits_for_any_threads_and_workspace(mode):
+    generator = torch.Generator().manual_seed(0)
+    emb = TTEmbeddingBag(
+        30_000, 12, mode=mode, tt_ranks=5, padding_idx=7, init_std=1.0, generator=generator
+    )
+    lookups = torch.randint(30_000, (40_000,), generator=generator)
+    lookups[::9] = 7
+    offsets = torch.cat([torch.zeros(2), torch.arange(1, 1999) * 19]).long()
+    found = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        for workspace in (64 << 20, 4 << 20):
+            emb.max_workspace_bytes = workspace
+            found.append(emb(lookups, offsets).detach())
+            planned, taken = emb.plan(lookups, offsets), emb.statistics()
+            assert taken["chunks"] == planned.chunks
+            assert taken["workspace_bytes"] <= planned.workspace_bytes <= workspace
+    assert all(torch.equal(found[0], other) for other in found[1:])
+    table = emb.to_dense().detach()
+    truth = F.embedding_bag(lookups, table, offsets, mode=mode, padding_idx=7)
+    torch.testing.assert_close(found[0], truth, rtol=1e-4, atol=1e-4)
 
 
 def test_directions_are_mixed_where_each_is_the_cheaper_for_some_rows():

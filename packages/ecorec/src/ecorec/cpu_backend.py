@@ -27,6 +27,8 @@ from .shapes import TTSpec
 
 SORT_COUNTS_BYTES = 4096 * 4  # of each thread that sorts; of a pass, where one sorts alone
 LOOKUPS_PER_SORTER, MOST_SORTERS = 16384, 8  # a thread more for so many lookups
+# From so many lookups on, and so many a bag, a forward adds up two halves of the rows.
+HALVED_LOOKUPS, HALVED_LOOKUPS_A_BAG = 32768, 4
 MODES = {"sum": 0, "mean": 1, "max": 2}
 BAG = 0x7FFFFFFF  # in entry_bag; the rest of it is FIRST_OF_ROW
 LETTER = {torch.float32: "f32", torch.float64: "f64"}
@@ -68,7 +70,7 @@ def library() -> ctypes.CDLL:
         ),
         "tt_count": (None, [pointer, *[number] * 3, *[pointer] * 9]),
         "tt_pairs": (None, [pointer, *[number] * 4, pointer, number, *[pointer] * 7]),
-        "tt_chunks": (number, [batch, number, number]),
+        "tt_chunks": (number, [batch, *[number] * 3]),
         "tt_forward_bytes": (number, [shape, *[number] * 5]),
         "tt_backward_bytes": (number, [shape, *[number] * 5]),
     }
@@ -76,7 +78,7 @@ def library() -> ctypes.CDLL:
         signatures[f"tt_forward_{letter}"] = (
             None,
             [
-                *(shape, batch, *[pointer] * 4, number, number, *[pointer] * 3, number, number),
+                *(shape, batch, *[pointer] * 4, number, number, *[pointer] * 4, number, number),
                 *(pointer, number, pointer),
             ],
         )
@@ -164,6 +166,20 @@ class _Working:
         return base + pair * pairs + slot * slots + thread * threads
 
 
+def _bytes_of_halves(working: _Working, second: int) -> int:
+    """What a forward in halves takes beside one without, at the most, and beside `second`."""
+    return 2 * working.forward(2, 2, True) if second else 0
+
+
+def _forward_bytes(working: _Working, chunks: Chunks, second: int) -> int:
+    """Of a forward's chunks; two threads with a half of the rows each have chunks of their own."""
+    rows, pairs, keep = chunks.forward_rows, chunks.forward_pairs, chunks.keep
+    whole = working.forward(rows, pairs, keep, chunks.threads)
+    if not second or chunks.threads != 2:
+        return whole
+    return max(whole, 2 * (working.forward(rows // 2 + 1, pairs // 2 + 1, keep, 1) + 64))
+
+
 class _Scratch(threading.local):
     """Memory for the time of one call into C, one piece for each thread of Python.
 
@@ -208,6 +224,7 @@ class Prepared:
     chunks: list[Chunks] = field(default_factory=list)
     nbytes: int = 0  # of all arrays
     peak_bytes: int = 0  # most that the workspace held so far
+    second_bytes: int = 0  # of the bags of the second half of the rows, where there are halves
     chunk_count: int = 0  # of the forward
     extra_flops: int = 0  # of pairs that a chunk's end cut, multiplied twice
 
@@ -365,11 +382,12 @@ def pair_flops(parts: list[Part]) -> int:
 def chunk(prepared: Prepared, dtype: torch.dtype, available_bytes: int, backward: bool) -> bool:
     """Whether the batch has room; `prepared.chunks` are then set, for each part."""
     item, found = dtype.itemsize, []
-    left = available_bytes - prepared.nbytes
+    left = available_bytes - prepared.nbytes - prepared.second_bytes
     for part in prepared.parts:
         direction = part.direction
         working = _working(direction, item)
         mirrored = direction.mirrored_bytes(item)
+        halves = _bytes_of_halves(working, prepared.second_bytes)
         chunks = plan_chunks(
             uniques=part.uniques,
             pairs=part.pairs,
@@ -378,7 +396,7 @@ def chunk(prepared: Prepared, dtype: torch.dtype, available_bytes: int, backward
             scratch_bytes=working.thread,
             forward_bytes=working.forward,
             backward_bytes=working.backward,
-            available_bytes=left - mirrored,
+            available_bytes=left - mirrored - halves,
             threads=torch.get_num_threads(),
             backward=backward,
         )
@@ -390,9 +408,17 @@ def chunk(prepared: Prepared, dtype: torch.dtype, available_bytes: int, backward
     return True
 
 
+def second_bytes(spec: TTSpec, lookups: int, bags: int, mode: str) -> int:
+    """Of the bags of the second half of the rows; 0 where a forward has no halves."""
+    halved = lookups >= max(HALVED_LOOKUPS, HALVED_LOOKUPS_A_BAG * bags) and mode != "max"
+    return halved * bags * spec.embedding_dim * spec.dtype.itemsize
+
+
 @functools.lru_cache(maxsize=1024)
-def smallest_bytes(spec: TTSpec, direction: Direction, lookups: int, positions: bool) -> int:
-    """Bytes that suffice for any batch of so many lookups."""
+def smallest_bytes(
+    spec: TTSpec, direction: Direction, lookups: int, positions: bool, second: int
+) -> int:
+    """Bytes that suffice for any batch of so many lookups; `second`: `second_bytes`."""
     working = _working(direction, spec.dtype.itemsize)
     most = max(
         working.forward(LEAST_ROWS, LEAST_PAIRS + 2 * LEAST_ROWS, False, 1),
@@ -400,7 +426,9 @@ def smallest_bytes(spec: TTSpec, direction: Direction, lookups: int, positions: 
     )
     arrays = lookups * 4 * (8 + positions)
     mirrored = directions_of(spec)[1].mirrored_bytes(spec.dtype.itemsize)
-    return max(sort_bytes(spec, lookups, positions), arrays + mirrored + most * 4 // 3) + 4096
+    halves = _bytes_of_halves(working, second)
+    after_sort = arrays + second + halves + mirrored + most * 4 // 3
+    return max(sort_bytes(spec, lookups, positions), after_sort) + 4096
 
 
 def forward(
@@ -428,15 +456,17 @@ def forward(
         kept.append(torch.empty(part.pairs * product, dtype=dtype) if chunks.keep else None)
         sizes = (chunks.forward_rows, chunks.forward_pairs)
         working = _working(part.direction, dtype.itemsize)
-        nbytes = working.forward(*sizes, chunks.keep, chunks.threads)
+        nbytes = _forward_bytes(working, chunks, prepared.second_bytes)
         held += kept[-1].nbytes if kept[-1] is not None else 0
         mirrored = part.direction.mirrored_bytes(dtype.itemsize) // 2
-        prepared.peak_bytes = max(prepared.peak_bytes, held + nbytes + mirrored)
+        second = prepared.second_bytes
+        prepared.peak_bytes = max(prepared.peak_bytes, held + second + nbytes + mirrored)
+        place = SCRATCH.address(second + nbytes)
         run(
             *(shape, ctypes.byref(part.batch), *(core.data_ptr() for core in found)),
             *(_address(weights), MODES[mode], prepared.bags, output.data_ptr()),
-            *(_address(position), _address(kept[-1]), *sizes, SCRATCH.address(nbytes)),
-            *(chunks.threads, ctypes.addressof(done)),
+            *(place if second else None, _address(position), _address(kept[-1]), *sizes),
+            *(place + second, chunks.threads, ctypes.addressof(done)),
         )
     prepared.chunk_count = done[0]
     twice = done[1] - sum(part.pairs for part in prepared.parts)
@@ -542,7 +572,8 @@ def start(
     if edges is not None:  # what comes after the last bag belongs to none
         flat = flat[: int(edges[-1])]
     directions = directions_of(spec)
-    needed = smallest_bytes(spec, directions[0], len(flat), positions)
+    second = second_bytes(spec, len(flat), lookups.bags, lookups.mode)
+    needed = smallest_bytes(spec, directions[0], len(flat), positions, second)
     if max_workspace_bytes < needed:
         raise _too_small(len(flat), needed, max_workspace_bytes)
     try:
@@ -558,6 +589,7 @@ def start(
         )
     except IndexError as error:
         raise index_error(spec, *error.args) from None
+    prepared.second_bytes = second
     if not chunk(prepared, spec.dtype, max_workspace_bytes, backward):
         raise _too_small(len(flat), needed, max_workspace_bytes)
     if lookups.mode == "mean":
@@ -609,21 +641,21 @@ class CpuCall:
 
     def foreseen(self) -> tuple[int, int]:
         """(chunks of the forward, most workspace bytes of it and its backward)."""
-        lib, item = library(), self.spec.dtype.itemsize
-        count, peak, held = 0, self.prepared.peak_bytes, self.prepared.nbytes
-        for part, sizes in zip(self.prepared.parts, self.prepared.chunks, strict=True):
+        prepared, item = self.prepared, self.spec.dtype.itemsize
+        count, peak, held = 0, prepared.peak_bytes, prepared.nbytes
+        after: list[int] = []  # of each part's backward, when all products are kept
+        for part, sizes in zip(prepared.parts, prepared.chunks, strict=True):
+            working, mirrored = _working(part.direction, item), part.direction.mirrored_bytes(item)
             held += sizes.keep * part.pairs * part.direction.product * item
-            rows = (sizes.forward_rows, sizes.forward_pairs)
-            working = _working(part.direction, item)
-            mirrored = part.direction.mirrored_bytes(item)
-            most = max(
-                working.forward(*rows, sizes.keep, sizes.threads) + mirrored // 2,
-                working.backward(sizes.backward_pairs, sizes.keep, sizes.slots, sizes.threads)
-                + mirrored,
-            )
-            peak = max(peak, held + most)
-            count += int(lib.tt_chunks(ctypes.byref(part.batch), *rows))
-        return count, peak
+            forward = _forward_bytes(working, sizes, prepared.second_bytes)
+            peak = max(peak, held + prepared.second_bytes + forward + mirrored // 2)
+            backward = (sizes.backward_pairs, sizes.keep, sizes.slots, sizes.threads)
+            after.append(working.backward(*backward) + mirrored)
+            halves = prepared.second_bytes > 0
+            apart = 2 if halves and sizes.threads == 2 else 1
+            rows = (max(1, sizes.forward_rows // apart), max(1, sizes.forward_pairs // apart))
+            count += int(library().tt_chunks(ctypes.byref(part.batch), *rows, halves))
+        return count, max([peak, *(held + most for most in after)])
 
     def backward(
         self,

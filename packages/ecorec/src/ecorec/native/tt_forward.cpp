@@ -131,15 +131,14 @@ struct Forward {
         to_bags(n.dim(), c, low, high, first, after - first);
     }
 
-    // done: chunks, and pair products made in them.
+    // The rows after chunk c (all, when it is zeros). done: chunks, and pair products made in them.
     template <typename Sizes>
-    void run(const Sizes& n, int64_t threads, int64_t* done) {
-        Chunk c{0, 0, 0, 0};
+    void run(const Sizes& n, int64_t threads, int64_t* done, Chunk c = {0, 0, 0, 0}) {
         const int64_t product = s.q1 * s.q2 * s.r2;
 #pragma omp parallel num_threads((int)threads)
         {
             const int64_t t = omp_get_thread_num(), all = omp_get_num_threads();
-            for (bool more = b.uniques > 0; more;) {
+            for (bool more = c.u1 < b.uniques; more;) {
 #pragma omp barrier
 #pragma omp single
                 {
@@ -162,15 +161,73 @@ struct Forward {
     }
 };
 
+// The chunk before the second half of the rows, which begins with a pair.
+Chunk second_half(const Batch& b) {
+    const int32_t* end = b.pair_start + b.pairs;
+    const int64_t middle = std::lower_bound(b.pair_start, end, (int32_t)(b.uniques / 2)) - b.pair_start;
+    return Chunk{b.pair_start[middle], b.pair_start[middle], middle, middle};
+}
+
+Batch first_half(Batch b, const Chunk& rest) {
+    b.uniques = rest.u1;
+    b.pairs = rest.f1;
+    return b;
+}
+
+// The rows in two halves, whose bags are added up at the end: two threads then never meet, and need
+// nothing that the other wrote. The same sums for any number of threads.
+template <typename T>
+void forward_in_halves(Forward<T> f, T* second, char* workspace, int64_t threads, int64_t* done)
+{
+    const Batch& b = f.b;
+    const Chunk rest = second_half(b);
+    const Batch first = first_half(b, rest);
+    Forward<T> one{f.s, first, f.g1, f.g2, f.g3, f.weights, f.mode, f.output, nullptr, f.kept,
+                   f.bags, f.most_rows, f.most_pairs, f.pad};
+    Forward<T> two{f.s, b, f.g1, f.g2, f.g3, f.weights, f.mode, second, nullptr, f.kept,
+                   f.bags, f.most_rows, f.most_pairs, f.pad};
+    const int64_t numbers = f.bags * f.s.dim;
+    with_sizes<T>(f.s, f.pad, [&](const auto& sizes) {
+        if (threads != 2) {
+            one.take(Workspace{workspace}, threads);
+            two.take(Workspace{workspace}, threads);
+            std::memset(second, 0, sizeof(T) * numbers);
+            one.run(sizes, threads, done);
+            two.run(sizes, threads, done, rest);
+        } else {
+            one.most_rows = two.most_rows = std::max<int64_t>(1, f.most_rows / 2);
+            one.most_pairs = two.most_pairs = std::max<int64_t>(1, f.most_pairs / 2);
+            const int64_t each = round_up(Forward<T>::bytes(
+                f.s, f.pad, one.most_rows, one.most_pairs, f.kept != nullptr, 1), 64);
+            one.take(Workspace{workspace}, 1);
+            two.take(Workspace{workspace + each}, 1);
+            int64_t of_two[2] = {0, 0};
+#pragma omp parallel num_threads(2)
+            if (omp_get_thread_num() == 0) {
+                one.run(sizes, 1, done);
+            } else {
+                std::memset(second, 0, sizeof(T) * numbers);
+                two.run(sizes, 1, of_two, rest);
+            }
+            done[0] += of_two[0];
+            done[1] += of_two[1];
+        }
+    });
+    T* output = f.output;
+#pragma omp parallel for simd num_threads((int)threads)
+    for (int64_t i = 0; i < numbers; i++) output[i] += second[i];
+}
+
 template <typename T>
 void forward(
     const Shape& s, const Batch& b, const T* g1, const T* g2, const T* g3, const T* weights,
-    int64_t mode, int64_t bags, T* output, int32_t* position, T* kept, int64_t most_rows,
-    int64_t most_pairs, char* workspace, int64_t threads, int64_t* done)
+    int64_t mode, int64_t bags, T* output, T* second, int32_t* position, T* kept,
+    int64_t most_rows, int64_t most_pairs, char* workspace, int64_t threads, int64_t* done)
 {
     const int64_t pad = round_up(s.a(), Vector<T>::W);
     Forward<T> f{s, b, g1, g2, g3, weights, (Mode)mode, output, position, kept, bags, most_rows,
                  most_pairs, pad};
+    if (second) return forward_in_halves(f, second, workspace, threads, done);
     f.take(Workspace{workspace}, threads);
     with_sizes<T>(s, pad, [&](const auto& sizes) { f.run(sizes, threads, done); });
 }
@@ -188,35 +245,42 @@ int64_t tt_forward_bytes(
                      : Forward<double>::bytes(*s, pad, most_rows, most_pairs, keep, threads);
 }
 
-// How many chunks a forward takes.
-int64_t tt_chunks(const Batch* b, int64_t most_rows, int64_t most_pairs)
+// How many chunks a forward takes; in halves, how many both of them do.
+int64_t tt_chunks(const Batch* b, int64_t most_rows, int64_t most_pairs, int64_t halves)
 {
     int64_t chunks = 0;
-    Chunk c{0, 0, 0, 0};
-    while (c.u1 < b->uniques) {
-        c = after(*b, c, most_rows, most_pairs);
-        chunks++;
+    const auto count = [&](const Batch& part, Chunk c) {
+        for (; c.u1 < part.uniques; chunks++) c = after(part, c, most_rows, most_pairs);
+    };
+    if (!halves) {
+        count(*b, Chunk{0, 0, 0, 0});
+    } else {
+        const Chunk rest = second_half(*b);
+        count(first_half(*b, rest), Chunk{0, 0, 0, 0});
+        count(*b, rest);
     }
     return chunks;
 }
 
-// Adds the rows of this batch to `output`. done: its chunks and the pair products made are added.
+// Adds the rows of this batch to `output`; by way of `second` [bags][D] where that is not null. done:
+// its chunks and the pair products made are added.
 void tt_forward_f32(
     const Shape* s, const Batch* b, const float* g1, const float* g2, const float* g3,
-    const float* weights, int64_t mode, int64_t bags, float* output, int32_t* position, float* kept,
+    const float* weights, int64_t mode, int64_t bags, float* output, float* second, int32_t* position,
+    float* kept,
     int64_t most_rows, int64_t most_pairs, char* workspace, int64_t threads, int64_t* done)
 {
-    forward(*s, *b, g1, g2, g3, weights, mode, bags, output, position, kept, most_rows,
+    forward(*s, *b, g1, g2, g3, weights, mode, bags, output, second, position, kept, most_rows,
             most_pairs, workspace, threads, done);
 }
 
 void tt_forward_f64(
     const Shape* s, const Batch* b, const double* g1, const double* g2, const double* g3,
-    const double* weights, int64_t mode, int64_t bags, double* output, int32_t* position,
+    const double* weights, int64_t mode, int64_t bags, double* output, double* second, int32_t* position,
     double* kept, int64_t most_rows, int64_t most_pairs, char* workspace, int64_t threads,
     int64_t* done)
 {
-    forward(*s, *b, g1, g2, g3, weights, mode, bags, output, position, kept, most_rows,
+    forward(*s, *b, g1, g2, g3, weights, mode, bags, output, second, position, kept, most_rows,
             most_pairs, workspace, threads, done);
 }
 
